@@ -1,0 +1,163 @@
+"""The configuration of a run: flags and a recipe, resolved into one frozen, validated object.
+
+Names are checked against tables that need no imports, so that a mistake is answered before TensorFlow is loaded.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import pathlib
+import typing
+
+from absl import flags
+
+from cluster import tree
+from models import NAMES as MODELS
+
+RECIPES = pathlib.Path(__file__).parent.parent / "recipes"
+DATASETS = ("digits",)
+OPTIMIZERS = ("sgd", "momentum", "nesterov", "adam", "adamw")
+SCHEDULES = ("constant", "cosine")
+DTYPES = ("float32", "mixed_bfloat16", "mixed_float16")
+COMMUNICATIONS = ("auto", "ring", "nccl")
+
+
+class UsageError(ValueError):
+    """A user's mistake; each line of the message says what is wrong, with which value, and what to do."""
+
+
+def _field(default, group, text, choices=None, least=None, result=True):
+    metadata = {"group": group, "help": text, "choices": choices, "least": least, "result": result}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """All that decides a run's result, and a few fields that do not (`result=False`: where and how it is computed)."""
+
+    dataset: str = _field("digits", "Run", "data set", DATASETS)
+    model: str = _field("small_cnn", "Run", "network", tuple(MODELS))
+    global_batch_size: int = _field(128, "Run", "B, examples a step over all workers", least=1)
+    logical_replicas: int = _field(
+        0, "Run", "K, what the batch is divided into; 0: the largest power of two that leaves 32 examples each", least=0
+    )
+    seed: int = _field(1, "Run", "of the initial weights, the order of examples, augmentation, dropout", least=0)
+    epochs: int = _field(10, "Run", "passes over the training examples", least=1)
+    steps: int = _field(0, "Run", "stop after so many steps instead; 0: by --epochs", least=0)
+    optimizer: str = _field("momentum", "Optimizer", "update rule", OPTIMIZERS)
+    learning_rate: float = _field(0.1, "Optimizer", "at the start of the schedule, for the global batch")
+    schedule: str = _field("constant", "Optimizer", "of the learning rate, over the whole run", SCHEDULES)
+    weight_decay: float = _field(0.0, "Optimizer", "decoupled, times the learning rate; 0: none")
+    identical: bool = _field(True, "Arithmetic", "the same bits on any number of workers; --noidentical: equal up to rounding")
+    intra_op_threads: int = _field(1, "Arithmetic", "threads in an operation of a worker; the bits follow it", least=1)
+    dtype: str = _field("float32", "Arithmetic", "Keras's dtype policy", DTYPES)
+    jit_compile: bool = _field(False, "Arithmetic", "compile the passes with XLA")
+    steps_per_execution: int = _field(1, "Execution", "steps in one call; callbacks see every so many", least=1, result=False)
+    communication: str = _field("auto", "Execution", "hint for collectives; changes no bit", COMMUNICATIONS, result=False)
+    run_dir: str = _field("", "Execution", "where the run is written; default: runs/ and a name of its own", result=False)
+
+    @property
+    def replica_batch_size(self) -> int:
+        """b, the examples of a logical replica."""
+        return self.global_batch_size // self.logical_replicas
+
+    def result_fields(self) -> dict:
+        """The fields that decide the result: equal here means equal runs."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["result"]}
+
+    def to_flags(self) -> list[str]:
+        """The flags that give this configuration."""
+        return [f"--{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self)]
+
+    def default_run_dir(self) -> str:
+        digest = hashlib.sha256(json.dumps(self.result_fields(), sort_keys=True).encode()).hexdigest()
+        return f"runs/{self.dataset}-{self.model}-{digest[:8]}"
+
+
+def parse(arguments: list[str]) -> tuple[Config, int | None]:
+    """Reads the flags of `train`, on top of the data set's recipe.
+
+    Args:
+      arguments: flags, without program and command.
+    Returns:
+      The resolved configuration, and --workers (None if not given).
+    Raises:
+      UsageError: with a line for each problem.
+    """
+    given = _parsed(arguments)
+    recipe = RECIPES / f"{given.dataset}.flags"
+    if recipe.exists():
+        given = _parsed([f"--flagfile={recipe}", *arguments])
+    values = {f.name: getattr(given, f.name) for f in dataclasses.fields(Config)}
+    problems = [problem for f in dataclasses.fields(Config) if (problem := _problem(f, values[f.name]))]
+    if given.workers is not None and given.workers < 1:
+        problems.append(f"--workers={given.workers}: at least 1")
+    if problems:
+        raise UsageError("\n".join(problems))
+    values["logical_replicas"] = values["logical_replicas"] or tree.default_logical_replicas(values["global_batch_size"])
+    config = Config(**values)
+    if problem := batch_problem(config.global_batch_size, config.logical_replicas, given.workers or 1):
+        raise UsageError(problem)
+    return dataclasses.replace(config, run_dir=config.run_dir or config.default_run_dir()), given.workers
+
+
+def batch_problem(batch: int, logical_replicas: int, replicas: int) -> str | None:
+    """What is wrong with B, K and N: K must divide B, and N must divide K. None if nothing is."""
+    if batch % logical_replicas:
+        near = batch // logical_replicas * logical_replicas
+        return (
+            f"--global_batch_size={batch} cannot be divided into {logical_replicas} logical replicas: use a batch of "
+            f"{f'{near} or ' if near else ''}{near + logical_replicas}, or --logical_replicas out of "
+            f"{', '.join(map(str, tree.divisors(batch)))}"
+        )
+    if logical_replicas % replicas:
+        return (
+            f"--workers={replicas} cannot share {logical_replicas} logical replicas evenly: use --workers out of "
+            f"{', '.join(map(str, tree.divisors(logical_replicas)))}, or --logical_replicas={replicas} or a multiple of it"
+        )
+    return None
+
+
+def help_text() -> str:
+    """The flags of `train` by group, each with its default."""
+    groups: dict[str, list[str]] = {}
+    for f in dataclasses.fields(Config):
+        name = f"--[no]{f.name}" if f.type is bool else f"--{f.name}"
+        choices = f" ({', '.join(f.metadata['choices'])})" if f.metadata["choices"] else ""
+        default = "" if f.default in ("", False) else f" [{str(f.default).lower()}]"
+        groups.setdefault(f.metadata["group"], []).append(f"  {name:<24}{f.metadata['help']}{choices}{default}")
+    groups["Execution"].insert(0, f"  {'--workers':<24}start so many worker processes on this machine; default: this process")
+    groups["Execution"].append(f"  {'--flagfile':<24}read flags from a file, one a line")
+    return "\n\n".join(f"{group}\n" + "\n".join(lines) for group, lines in groups.items())
+
+
+def _parsed(arguments):
+    values = flags.FlagValues()
+    define = {str: flags.DEFINE_string, int: flags.DEFINE_integer, float: flags.DEFINE_float, bool: flags.DEFINE_bool}
+    types = typing.get_type_hints(Config)
+    for f in dataclasses.fields(Config):
+        define[types[f.name]](f.name, f.default, f.metadata["help"], flag_values=values)
+    flags.DEFINE_integer("workers", None, "worker processes on this machine", flag_values=values)
+    try:
+        rest = values(["train", *arguments])[1:]
+    except flags.UnrecognizedFlagError as error:
+        near = difflib.get_close_matches(error.flagname, list(values), n=1)
+        raise UsageError(f"--{error.flagname} is no flag{f'; did you mean --{near[0]}?' if near else ''}") from None
+    except flags.Error as error:
+        raise UsageError(str(error).replace("flag --", "--")) from None
+    if rest:
+        raise UsageError(f"{rest[0]!r} is not a flag; flags are written --name=value")
+    return values
+
+
+def _problem(field, value):
+    choices, least = field.metadata["choices"], field.metadata["least"]
+    if choices and value not in choices:
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        return f"--{field.name}={value} is unknown{f'; did you mean {near[0]}?' if near else ''} One of: {', '.join(choices)}"
+    if least is not None and value < least:
+        return f"--{field.name}={value}: at least {least}"
+    if field.type is float and not 0 <= value < float("inf"):
+        return f"--{field.name}={value}: a number, 0 or more"
+    return None

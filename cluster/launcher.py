@@ -1,0 +1,139 @@
+"""Starts a cluster of W worker processes on this machine, and ends all of them when one fails.
+
+    python -m cluster.launcher --workers=2 my_training.py --its=flags
+
+Each process gets a TF_CONFIG with W addresses on 127.0.0.1, its share of the GPUs, and its output prefixed by its number.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+from cluster import spec
+
+_GRACE_S = 10  # for the others to finish, after the first worker has ended well
+
+
+def run(command: list[str], workers: int) -> int:
+    """Runs `command` as each of `workers` processes on 127.0.0.1, until all have ended.
+
+    Args:
+      command: program and arguments, the same for all.
+      workers: how many; one is a cluster too.
+    Returns:
+      0 if all ended well; else the status of the first that did not (128 + n if signal n ended it), or 128 + n if signal
+      n ended the launcher. No process is left in any case.
+    """
+    wanted = []  # the signal that asks us to end
+    previous = {s: signal.signal(s, lambda number, _: wanted.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
+    processes, readers = [], []
+    try:
+        gpus = _gpus()
+        for number, tf_config in enumerate(spec.local_cluster(free_addresses(workers))):
+            environment = {**os.environ, "TF_CONFIG": tf_config, "PYTHONUNBUFFERED": "1"}
+            if gpus:
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[number::workers])
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches the launcher alone, which then ends all
+                preexec_fn=_die_with_parent,
+            )
+            processes.append(process)
+            readers.append(threading.Thread(target=_relay, args=(process.stdout, f"[{number}] "), daemon=True))
+            readers[-1].start()
+        return _wait(processes, wanted)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # TensorFlow ignores SIGTERM while it waits
+        for process, reader in zip(processes, readers, strict=False):
+            process.wait()
+            reader.join(timeout=2)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _wait(processes, wanted) -> int:
+    """Until all have ended, one has failed, or a signal came. Returns the exit status."""
+    deadline = None
+    while True:
+        if wanted:
+            print(f"\n{signal.Signals(wanted[0]).name}: ending {len(processes)} workers", file=sys.stderr, flush=True)
+            return 128 + wanted[0]
+        statuses = [process.poll() for process in processes]
+        for number, status in enumerate(statuses):
+            if status:
+                name = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"failed with status {status}"
+                if len(processes) > 1:
+                    print(f"worker {number} {name}; ending the others", file=sys.stderr, flush=True)
+                return 128 - status if status < 0 else status
+        if None not in statuses:
+            return 0
+        if 0 in statuses and deadline is None:
+            deadline = time.monotonic() + _GRACE_S
+        if deadline and time.monotonic() > deadline:
+            still = [number for number, status in enumerate(statuses) if status is None]
+            print(f"workers {still} did not end with the others; ending them", file=sys.stderr, flush=True)
+            return 1
+        time.sleep(0.05)
+
+
+def free_addresses(count: int) -> list[str]:
+    """`count` different addresses on 127.0.0.1 whose ports were free a moment ago."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+
+
+def _relay(stream, prefix):
+    for line in stream:
+        sys.stdout.write(prefix + line.decode(errors="replace"))
+        sys.stdout.flush()
+
+
+def _gpus() -> list[str]:
+    """The GPUs of this machine that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [gpu for gpu in visible.split(",") if gpu.strip()]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=10, check=True)
+        return [str(index) for index, line in enumerate(listed.stdout.splitlines()) if line.startswith("GPU ")]
+    return []
+
+
+def _die_with_parent():
+    """In the child: SIGKILL when the launcher is gone, however that came about (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def main(arguments=None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m cluster.launcher", description=__doc__.split("\n")[0])
+    parser.add_argument("--workers", type=int, default=2, help="worker processes on 127.0.0.1 (default 2)")
+    parser.add_argument("program", help="Python file to run in each of them")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    options = parser.parse_args(arguments)
+    if options.workers < 1:
+        parser.error(f"--workers={options.workers}: at least 1")
+    if "TF_CONFIG" in os.environ:
+        parser.error("TF_CONFIG is set: this process is a worker of that cluster already. Unset it, or run the program itself")
+    return run([sys.executable, options.program, *options.arguments], options.workers)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""A process's part in the cluster: deterministic TensorFlow, the strategy, and an ending that leaves nobody waiting.
+
+    cluster.run(main)    # main(strategy) trains; TF_CONFIG says which worker this process is
+
+TensorFlow by itself waits forever for a missing worker, ignores SIGTERM, and reports an error on every worker that is
+still there when the chief leaves. `run` answers those.
+"""
+
+import contextlib
+import ctypes
+import os
+import random
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from cluster import quiet, spec
+
+_START_S = 600  # how long a worker waits, at the start, for the others
+_LEAVING_S = 600  # how long a worker that has finished waits for the others, the chief's saving included
+
+
+def configure(identical=True, intra_op_threads=1, seed=0):
+    """Sets up TensorFlow before it starts: what the bits of a run depend on.
+
+    Args:
+      identical: deterministic operations, and no rewriting of sums (Grappler's arithmetic optimizer turns a tree of
+        additions into one AddN, and the passes of one worker are then added in another order than those of two).
+      intra_op_threads: threads within an operation. oneDNN's results follow their number, so it is part of the run.
+      seed: for Python, NumPy, TensorFlow and Keras: the initial weights.
+
+    Raises:
+      RuntimeError: if TensorFlow has started already.
+    """
+    if context.context()._initialized:
+        raise RuntimeError("configure() comes too late: TensorFlow has started. Call it before any tensor is made.")
+    tf.config.threading.set_intra_op_parallelism_threads(intra_op_threads)
+    if identical:
+        tf.config.experimental.enable_op_determinism()
+        tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
+    for gpu in tf.config.list_physical_devices("GPU"):
+        tf.config.experimental.set_memory_growth(gpu, True)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    keras.utils.set_random_seed(seed % 2**32)
+
+
+def make_strategy(communication="auto"):
+    """MultiWorkerMirroredStrategy for the cluster in TF_CONFIG, or for this process alone: the same path."""
+    implementation = tf.distribute.experimental.CommunicationImplementation(communication.upper())
+    options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
+    return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+
+
+def run(main, identical=True, intra_op_threads=1, seed=0, communication="auto", verbose=False):
+    """Runs `main(strategy)` as this process's part in the cluster, and ends the process when all have finished.
+
+    Does not return: a worker may neither leave before the others have finished nor stay when they have failed. The exit
+    status is what `main` returns (None is 0), 1 after an exception, 128 + n after signal n.
+
+    Args:
+      main: called with the strategy, outside its scope.
+      identical, intra_op_threads, seed: see `configure`.
+      communication: see `make_strategy`.
+      verbose: show TensorFlow's start-up messages.
+    """
+    try:
+        me = spec.from_environment()
+        signals = _Signals()
+        with quiet.hushed(not verbose):
+            configure(identical, intra_op_threads, seed)
+            with _waiting_for_the_others(me):
+                strategy = make_strategy(communication)
+        signals.started()
+        status = main(strategy) or 0
+        if me and me.workers > 1:
+            _leave_together(me)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    _end(status)
+
+
+def _end(status):
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # the interpreter's own ending would wait for TensorFlow's threads
+
+
+@contextlib.contextmanager
+def _waiting_for_the_others(me):
+    """Names, every few seconds, the workers whose address does not answer, and gives up in time.
+
+    TensorFlow would wait for them for ever, and say nothing.
+    """
+    met = threading.Event()
+
+    def watch():
+        started = time.monotonic()
+        while not met.wait(10):
+            missing = [address for address in me.addresses if not _answers(address)]
+            waited = time.monotonic() - started
+            print(f"{me.name}: after {waited:.0f} s no answer from {', '.join(missing) or 'nobody'}", file=sys.stderr)
+            if waited > _START_S:
+                print(f"{me.name}: giving up; start all workers within {_START_S} s", file=sys.stderr)
+                _end(1)
+
+    if me and me.workers > 1:
+        threading.Thread(target=watch, daemon=True, name="waiting").start()
+    try:
+        yield
+    finally:
+        met.set()
+
+
+def _answers(address):
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+        return True
+    except OSError:
+        return False
+
+
+def _leave_together(me):
+    """Nobody leaves before all have finished, and the chief, which holds the coordination service, leaves last.
+
+    Symptoms: a worker whose last collective is done leaves, and one that still fetches data from it hangs; the chief leaves,
+    and the others print "Failed to send RPC to coordination service ... preempted/died" (tensorflow#58434). So all meet at a
+    barrier; then every worker reports to the chief and is gone at once, and the chief follows.
+    """
+    service = context.context()
+    service.wait_at_barrier("lockstep/finished", 1000 * _LEAVING_S)
+    if not me.is_chief:
+        service.set_config_key_value(f"lockstep/leaving/{me.number}", "yes")
+        return
+    for number in range(1, me.workers):
+        service.get_config_key_value(f"lockstep/leaving/{number}", 1000 * _LEAVING_S)
+    time.sleep(0.2)  # between a worker's report and its end lie microseconds
+
+
+class _Signals:
+    """Ends the process on SIGINT and SIGTERM at once, also while Python waits inside TensorFlow.
+
+    Python runs signal handlers between two instructions of the main thread, which may be waiting in a collective forever.
+    Python's C handler writes to a wake-up pipe in any case, and a thread of ours reads it. TensorFlow's preemption notifier
+    takes SIGTERM over while the strategy starts, and then does nothing: the thread puts the handler back.
+    """
+
+    def __init__(self):
+        self._starting = True
+        self._reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+        python = ctypes.pythonapi
+        python.PyOS_getsig.restype = ctypes.c_void_p
+        python.PyOS_setsig.restype = ctypes.c_void_p
+        python.PyOS_setsig.argtypes = [ctypes.c_int, ctypes.c_void_p]
+        self._handler = python.PyOS_getsig(signal.SIGTERM)
+        threading.Thread(target=self._watch, daemon=True, name="signals").start()
+
+    def started(self):
+        """To be called when the strategy exists: the handler is put back a last time."""
+        self._starting = False
+        ctypes.pythonapi.PyOS_setsig(signal.SIGTERM, self._handler)
+
+    def _watch(self):
+        while True:
+            ready, _, _ = select.select([self._reader], [], [], 0.2 if self._starting else None)
+            if ready:
+                _end(128 + os.read(self._reader, 1)[0])
+            ctypes.pythonapi.PyOS_setsig(signal.SIGTERM, self._handler)

@@ -1,0 +1,122 @@
+"""One step, end to end: the passes of this replica's logical replicas, one reduction, one update.
+
+Nothing here asks how many workers there are. Each replica runs the passes of its block of logical replicas, the reduction
+adds all K in the order of the tree, and every replica makes the same update with the same finished numbers.
+"""
+
+import keras
+import tensorflow as tf
+
+from cluster.reduction import replica_id
+from cluster.replica_pass import ReplicaPass, layer_keys, node_sum
+
+
+class Step:
+    """The state of a run beside the model's own, and what a replica of the strategy does in a step.
+
+    Attributes:
+      count: t, the number of steps taken; keys and data go by it. (The optimizer's `iterations` lags behind it when
+        a dynamic loss scale skips a step.)
+      sums: {training: list of variables}, the metric sums since the last reset, over all workers. Kept apart, so that an
+        evaluation in the middle of an epoch does not end the epoch's metrics. Floats are summed in float64: counts stay exact.
+    """
+
+    def __init__(self, trainer):
+        self._trainer = trainer
+        self._passes = {}
+        with trainer.distribute_strategy.scope():
+            self.count = _plain_variable(0, tf.int64)
+        self.sums = {True: [], False: []}
+
+    def trace(self, training, element_spec, jit_compile):
+        """Traces the pass for batches of `element_spec`, unless that has been done. Returns whether it was new."""
+        spec = tf.nest.map_structure(
+            lambda s: tf.TensorSpec(
+                [s.shape[0] // self._trainer.logical_replicas if training else None, *s.shape[1:]], s.dtype
+            ),
+            element_spec,
+        )
+        if training in self._passes and self._passes[training][0] == spec:
+            return False
+        if not self.sums[True]:
+            with self._trainer.distribute_strategy.scope():
+                for mode in self.sums:
+                    for v in self._trainer.metrics_variables:
+                        dtype = tf.float64 if v.dtype.startswith(("float", "bfloat")) else tf.as_dtype(v.dtype)
+                        self.sums[mode].append(_plain_variable(tf.zeros(v.shape, dtype), dtype))
+        self._passes[training] = spec, ReplicaPass(self._trainer, spec, training, jit_compile)
+        return True
+
+    def train(self, data):
+        """One training step on this replica's part of the global batch, in replica context."""
+        trainer, optimizer = self._trainer, self._trainer.optimizer
+        step = self.count.read_value()
+        one_pass = self._passes[True][1]
+        gradients, statistics, metric_sums = one_pass.split(
+            self._sum_of_passes(one_pass, data, step, lambda run, examples: run(examples))
+        )
+        replicas = trainer.logical_replicas
+        gradients = [g / tf.cast(replicas, g.dtype) for g in gradients]
+        # A dynamic loss scale skips a step whose gradient is not finite. Keras would keep that step's moving statistics,
+        # infinities included (seen on Keras 3.15): they are committed only with the step.
+        commit = optimizer.check_finite(gradients) if hasattr(optimizer, "check_finite") else None
+        for position, total in zip(one_pass.moving, statistics, strict=True):
+            variable = one_pass.state[position]
+            mean = total // replicas if total.dtype.is_integer else total / tf.cast(replicas, total.dtype)
+            variable.assign(mean if commit is None else tf.where(commit, mean, variable.value))
+        all_gradients = dict(zip(one_pass.differentiable, gradients, strict=True))
+        optimizer.apply([all_gradients.get(i) for i in range(len(one_pass.weights))], one_pass.weights)
+        self._add(self.sums[True], metric_sums)
+        self.count.assign_add(1)
+
+    def evaluate(self, data):
+        """One evaluation step, in replica context; `data` is (element, valid). Padding does not reach the model."""
+        one_pass = self._passes[False][1]
+        nothing = [tf.zeros(spec.shape, spec.dtype) for spec in one_pass.output_specs]
+
+        def on_valid(run, examples):
+            element, valid = examples
+            size = tf.reduce_sum(tf.cast(valid, tf.int32))  # padding is at the end
+            return tf.cond(size > 0, lambda: run(tf.nest.map_structure(lambda t: t[:size], element)), lambda: nothing)
+
+        self._add(self.sums[False], self._sum_of_passes(one_pass, data, self.count.read_value(), on_valid))
+
+    def _sum_of_passes(self, one_pass, data, step, call):
+        """The sum over all K logical replicas of their passes; `call(run, examples)` runs one on its examples."""
+        trainer, reduction = self._trainer, self._trainer.reduction
+        replica = replica_id()
+        first, last = reduction.block(replica)
+        blocks = tf.nest.map_structure(lambda t: tf.reshape(t, [last - first, -1, *t.shape[1:]]), data)
+        weights = [tf.convert_to_tensor(v.value) for v in one_pass.weights]
+        state = [tf.convert_to_tensor(v.value) for v in one_pass.state]
+        loss_scale = tf.cast(trainer.optimizer.scale_loss(tf.constant(1.0)), tf.float32)
+
+        def of_logical_replica(k):
+            seeds = layer_keys(trainer.seed, step, k, one_pass.seeds)
+            examples = tf.nest.map_structure(lambda t: t[k - first], blocks)
+            return call(lambda data: one_pass(weights, state, seeds, loss_scale, data), examples)
+
+        return reduction(
+            replica, [node_sum(of_logical_replica, *node, one_pass.output_specs) for node in reduction.nodes(replica)]
+        )
+
+    @staticmethod
+    def _add(variables, values):
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign_add(tf.cast(value, variable.dtype))
+
+    def metric_values(self, training):
+        """(variable, value) for every metric variable, from the sums over all workers."""
+        return [
+            (v, tf.cast(total, v.dtype)) for v, total in zip(self._trainer.metrics_variables, self.sums[training], strict=True)
+        ]
+
+    def reset(self, training):
+        """Sets the metric sums to zero."""
+        for variable in self.sums[training]:
+            variable.assign(tf.zeros(variable.shape, variable.dtype))
+
+
+def _plain_variable(value, dtype):
+    # tf.distribute would reduce a metric's own (on-read) variables once more; these hold finished global numbers.
+    return tf.Variable(value, dtype=dtype, trainable=False, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)

@@ -1,0 +1,230 @@
+"""A Keras model that trains the same weights on any number of workers: Keras's own `fit`, a step of logical replicas.
+
+    with strategy.scope():
+        model = cluster.Trainer(plain_model, global_batch_size=256)
+        model.compile("sgd", "sparse_categorical_crossentropy", ["accuracy"])
+    model.fit(dataset_of_global_batches, epochs=3)
+
+A run is defined over K logical replicas of b = B/K examples. A step is the passes of all K (`replica_pass.py`), their sum
+in one fixed tree (`reduction.py`), one division by K, and one optimizer update with the finished global gradient
+(`step.py`). How many workers there are decides who computes which pass, and nothing else.
+"""
+
+import os
+
+import keras
+import tensorflow as tf
+from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
+from tensorflow.python.framework.config import is_op_determinism_enabled
+
+from cluster import datasets, losses, tree
+from cluster.reduction import Reduction
+from cluster.step import Step
+
+
+class Trainer(keras.Model):
+    """Wraps a plain Keras model for `fit`, `evaluate` and callbacks on one or many workers.
+
+    The plain model stays what it is (`trainer.model`): `save`, `save_weights` and `load_weights` go to it, so a saved file
+    opens where this package is not installed. Every worker may call them; only the chief writes.
+
+    Args:
+      model: a keras.Model made under the scope of the tf.distribute strategy to train with.
+      global_batch_size: B, examples a step over all workers.
+      logical_replicas: K; must divide B, and the number N of the strategy's replicas must divide it. Default: the
+        largest power of two that divides B and leaves 32 examples each.
+      seed: keys the random layers, together with step, logical replica and layer.
+      identical: add in tree order, the same bits for every N (default); False: by ring all-reduce, equal up to rounding.
+      communication: TensorFlow's hint, 'auto', 'ring' or 'nccl'; it changes no order of addition.
+
+    Raises:
+      ValueError: if K does not divide B or N does not divide K (the message names what would do), or if `identical` is
+        asked of a TensorFlow that is not deterministic (see `cluster.runtime.configure`).
+    """
+
+    def __init__(self, model, global_batch_size, logical_replicas=None, seed=0, identical=True, communication="auto"):
+        super().__init__(name=f"{model.name}_trainer")
+        if identical and not is_op_determinism_enabled():
+            raise ValueError("identical=True needs deterministic operations: call cluster.runtime.configure() first.")
+        self.model = model
+        self.global_batch_size = global_batch_size
+        self.logical_replicas = logical_replicas or tree.default_logical_replicas(global_batch_size)
+        if global_batch_size % self.logical_replicas:
+            near = global_batch_size // self.logical_replicas * self.logical_replicas or self.logical_replicas
+            raise ValueError(
+                f"{self.logical_replicas} logical replicas do not divide the global batch of {global_batch_size}. Use a "
+                f"batch of {near} or {near + self.logical_replicas}, or K out of {tree.divisors(global_batch_size)}."
+            )
+        self.seed = seed
+        self.reduction = Reduction(self.distribute_strategy, self.logical_replicas, identical, communication)
+        self._step = Step(self)
+        self._training_metrics = True
+        self._steps_per_epoch, self._steps_done = None, 0
+
+    def call(self, inputs, training=None):
+        return self.model(inputs, training=training)
+
+    @property
+    def step(self) -> int:
+        """t, the number of training steps taken."""
+        return int(self._step.count.numpy())
+
+    def compile(self, optimizer="rmsprop", loss=None, loss_weights=None, metrics=None, *, jit_compile=False, **kwargs):
+        """Keras's `compile`. `jit_compile=True` applies to the passes: XLA has no collectives on CPU.
+
+        Raises:
+          ValueError: for `run_eagerly`; for `gradient_accumulation_steps`, which logical replicas replace; for losses
+            whose reduction cannot mean the same for every N (`losses.check`).
+        """
+        if kwargs.get("run_eagerly"):
+            raise ValueError("run_eagerly=True is not supported: a step is one graph on all workers.")
+        losses.check(loss)
+        kwargs |= {"loss_weights": loss_weights, "metrics": metrics, "jit_compile": False}
+        # The plain model is compiled as well: a saved file then holds optimizer and loss, as of any Keras model.
+        self.model.compile(optimizer, loss, **kwargs)
+        optimizer = self.model.optimizer
+        for part in (optimizer, getattr(optimizer, "inner_optimizer", optimizer)):
+            if part.gradient_accumulation_steps:
+                raise ValueError(
+                    f"gradient_accumulation_steps={part.gradient_accumulation_steps} is not supported: logical replicas "
+                    "accumulate. Multiply global_batch_size and logical_replicas by it instead."
+                )
+            # It gets the finished global gradient; Keras would add that up over the replicas once more, in
+            # keras/src/backend/tensorflow/optimizer.py. (test_two_workers_train_the_same_weights_as_one tells.)
+            part._all_reduce_sum_gradients = lambda gradients_and_variables: gradients_and_variables
+        super().compile(optimizer, losses.over_replicas(loss, self.logical_replicas), **kwargs)
+        self._step = Step(self)
+        self._jit_passes = jit_compile is True
+
+    # ---- fit and evaluate: Keras's own, on checked data --------------------------------------------------------------
+
+    def fit(self, x=None, *, steps_per_epoch=None, validation_data=None, validation_steps=None, class_weight=None, **kwargs):
+        """Keras's `fit` on a tf.data.Dataset of global batches (x, y[, sample_weight]).
+
+        Args:
+          x: batches of exactly B examples; finite, or endless with `steps_per_epoch`.
+          validation_data: a tf.data.Dataset of batches of any size, or arrays (x, y[, sample_weight]).
+          class_weight, validation_steps, other arguments: as in Keras.
+        Raises:
+          ValueError: see `datasets.training`, `datasets.evaluation` and `losses`.
+        """
+        self._assert_compile_called("fit")
+        if class_weight:
+            x = x.map(make_class_weight_map_fn(class_weight))
+        x, steps_per_epoch = datasets.training(x, self.global_batch_size, self.distribute_strategy, steps_per_epoch)
+        self._prepare(True, x.element_spec)
+        if validation_data is not None:
+            validation_data, validation_steps = self._evaluation_data(validation_data, validation_steps)
+        self._steps_per_epoch, self._steps_done = steps_per_epoch, 0
+        return super().fit(
+            x,
+            steps_per_epoch=steps_per_epoch,
+            validation_data=validation_data,
+            validation_steps=validation_steps,
+            shuffle=False,  # the data set has its order
+            **kwargs,
+        )
+
+    def evaluate(self, x=None, y=None, batch_size=None, verbose="auto", sample_weight=None, steps=None, **kwargs):
+        """Keras's `evaluate`: every example once, the same numbers on every worker, to the last bit for every N."""
+        self._assert_compile_called("evaluate")
+        steps_per_execution, self.steps_per_execution = self.steps_per_execution, 1
+        self._training_metrics = False
+        try:
+            if kwargs.get("_use_cached_eval_dataset"):  # called by fit
+                self._eval_epoch_iterator.steps_per_execution = 1
+            else:
+                data = x if y is None else (x, y) if sample_weight is None else (x, y, sample_weight)
+                x, steps = self._evaluation_data(data, steps, batch_size)
+            return super().evaluate(x, verbose=verbose, steps=steps, **kwargs)
+        finally:
+            self.steps_per_execution, self._training_metrics = steps_per_execution, True
+
+    def _evaluation_data(self, data, steps, batch_size=None):
+        data, steps = datasets.evaluation(
+            data, self.distribute_strategy, self.logical_replicas, batch_size or self.global_batch_size, steps
+        )
+        self._prepare(False, data.element_spec[0])
+        return data, steps
+
+    def _prepare(self, training, spec):
+        """Builds model, loss, metrics and optimizer from the data's specs, and traces the pass."""
+        if tf.distribute.has_strategy():
+            raise ValueError("Call fit and evaluate outside strategy.scope().")
+        spec = spec if isinstance(spec, tuple) else (spec,)
+        if not self._step.sums[True]:
+            with self.distribute_strategy.scope():
+                self._symbolic_build(data_batch=spec)
+            losses.check_metrics(self, spec)
+        if self._step.trace(training, spec, self._jit_passes):
+            self.train_function = self.train_function if not training else None
+            self.test_function = self.test_function if training else None
+
+    def _maybe_symbolic_build(self, iterator=None, data_batch=None):
+        # Keras would reduce the first batch over the workers to learn its shapes, and fail: "Attempt to convert a value
+        # (PerReplica...) to a Tensor" (keras#20585). `_prepare` has built everything from the specs.
+        pass
+
+    def make_train_function(self, force=False):
+        if force or self.train_function is None:
+            several_steps = self._on_iterator(self._step.train)
+
+            def train_function(iterator):
+                steps = min(self.steps_per_execution, self._steps_per_epoch - self._steps_done)  # cut at the epoch's end
+                self._steps_done = (self._steps_done + steps) % self._steps_per_epoch
+                return several_steps(iterator, tf.constant(steps))
+
+            self.train_function = train_function
+
+    def make_test_function(self, force=False):
+        if force or self.test_function is None:
+            several_steps = self._on_iterator(self._step.evaluate)
+            self.test_function = lambda iterator: several_steps(iterator, tf.constant(1))
+
+    def _on_iterator(self, replica_step):
+        @tf.function(autograph=False)
+        def several_steps(iterator, steps):
+            def one_step(index):
+                self.distribute_strategy.run(replica_step, args=(next(iterator),))
+                return index + 1
+
+            tf.while_loop(lambda index: index < steps, one_step, [tf.constant(0)], parallel_iterations=1)
+            return self.get_metrics_result()
+
+        return several_steps
+
+    # ---- metrics: finished sums over all workers ---------------------------------------------------------------------
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        if self._compile_metrics is not None:
+            self._compile_metrics.update_state(y, y_pred, sample_weight)
+        return {}  # a logical replica's share has no result of its own
+
+    def get_metrics_result(self):
+        with keras.StatelessScope(self._step.metric_values(self._training_metrics)):
+            return super().get_metrics_result()
+
+    def reset_metrics(self):
+        self._step.reset(self._training_metrics)
+
+    # ---- saving: the plain model, by the chief -----------------------------------------------------------------------
+
+    def save(self, filepath, overwrite=True, **kwargs):
+        """Saves the plain model, compiled, under a temporary name that is then renamed; on the chief only."""
+        self._write(lambda path: self.model.save(path, **kwargs), filepath, overwrite)
+
+    def save_weights(self, filepath, overwrite=True, **kwargs):
+        self._write(lambda path: self.model.save_weights(path, **kwargs), filepath, overwrite)
+
+    def load_weights(self, filepath, **kwargs):
+        self.model.load_weights(filepath, **kwargs)
+
+    def _write(self, write, filepath, overwrite):
+        if not self.distribute_strategy.extended.should_checkpoint:
+            return
+        directory, name = os.path.split(os.fspath(filepath))
+        if not overwrite and tf.io.gfile.exists(filepath):
+            raise ValueError(f"{filepath} exists, and overwrite=False.")
+        temporary = os.path.join(directory, f".{os.getpid()}-{name}")  # keeps the ending, by which Keras goes
+        write(temporary)
+        tf.io.gfile.rename(temporary, os.fspath(filepath), overwrite=True)
