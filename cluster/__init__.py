@@ -5,10 +5,14 @@
 
 import importlib
 
+from cluster import quiet
+
 _HOME = {"Trainer": "trainer", "run": "runtime", "configure": "runtime", "make_strategy": "runtime"}
 
 
 def __getattr__(name):  # TensorFlow takes seconds to import, and the launcher does not need it
     if name in _HOME:
-        return getattr(importlib.import_module(f"cluster.{_HOME[name]}"), name)
+        with quiet.hushed():
+            module = importlib.import_module(f"cluster.{_HOME[name]}")
+        return getattr(module, name)
     raise AttributeError(f"module 'cluster' has no attribute {name!r}")

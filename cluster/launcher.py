@@ -37,7 +37,7 @@ def run(command: list[str], workers: int) -> int:
     try:
         gpus = _gpus()
         for number, tf_config in enumerate(spec.local_cluster(free_addresses(workers))):
-            environment = {**os.environ, "TF_CONFIG": tf_config, "PYTHONUNBUFFERED": "1"}
+            environment = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, "TF_CONFIG": tf_config, "PYTHONUNBUFFERED": "1"}
             if gpus:
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[number::workers])
             process = subprocess.Popen(

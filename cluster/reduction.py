@@ -13,11 +13,9 @@ import tensorflow as tf
 
 from cluster import tree
 
-# TensorFlow remembers shape and members of a collective under (group key, instance key). Each Reduction takes a range
-# of instance keys of its own, in program order, which is the same on every worker; tf.distribute's keys are small.
-_GROUP_KEY = 1_000_003
-_KEYS_EACH = 10_000
-_first_keys = itertools.count(1_000_000_000, _KEYS_EACH)
+# TensorFlow remembers members and shape of a collective under (group key, instance key). Each Reduction takes keys of its
+# own, in program order, which is the same on every worker; tf.distribute's own keys count up from 1.
+_group_keys = itertools.count(1_000_000)
 
 
 class Reduction:
@@ -56,12 +54,12 @@ class Reduction:
         dependencies put stateful ops of a function in sequence, whatever their device; an op with an ordering token
         is only put in sequence with those that have the same one (tf.distribute's own collectives do so too).
         """
-        first = next(_first_keys)
-        self._keys = [itertools.count(first) for _ in range(self.replicas)]
+        self._group_key = next(_group_keys)
+        self._instance_keys = [itertools.count() for _ in range(self.replicas)]
         self._tokens = []
         for index, device in enumerate(strategy.extended.worker_devices):
             with tf.device(device):
-                name = f"collective_order_{first}_{index}"
+                name = f"collective_order_{self._group_key}_{index}"
                 self._tokens.append(tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name=name))
 
         def who_is_where():
@@ -144,8 +142,8 @@ class Reduction:
     def _collective(self, replica):
         return {
             "group_size": self.replicas,
-            "group_key": _GROUP_KEY,
-            "instance_key": next(self._keys[replica]),
+            "group_key": self._group_key,
+            "instance_key": next(self._instance_keys[replica]),
             "ordering_token": [self._tokens[replica % len(self._tokens)]],
             "communication_hint": self._hint,
         }

@@ -6,13 +6,11 @@ TensorFlow by itself waits forever for a missing worker, ignores SIGTERM, and re
 still there when the chief leaves. `run` answers those.
 """
 
-import contextlib
 import ctypes
 import os
 import random
 import select
 import signal
-import socket
 import sys
 import threading
 import time
@@ -23,9 +21,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from cluster import quiet, spec
+from cluster import quiet, rendezvous, spec
 
-_START_S = 600  # how long a worker waits, at the start, for the others
 _LEAVING_S = 600  # how long a worker that has finished waits for the others, the chief's saving included
 
 
@@ -65,7 +62,8 @@ def run(main, identical=True, intra_op_threads=1, seed=0, communication="auto", 
     """Runs `main(strategy)` as this process's part in the cluster, and ends the process when all have finished.
 
     Does not return: a worker may neither leave before the others have finished nor stay when they have failed. The exit
-    status is what `main` returns (None is 0), 1 after an exception, 128 + n after signal n.
+    status is what `main` returns (None is 0), 1 after an exception, 2 if the cluster does not come about (one line says why),
+    128 + n after signal n.
 
     Args:
       main: called with the strategy, outside its scope.
@@ -76,14 +74,18 @@ def run(main, identical=True, intra_op_threads=1, seed=0, communication="auto", 
     try:
         me = spec.from_environment()
         signals = _Signals()
+        if me and me.workers > 1:
+            rendezvous.meet(me)
         with quiet.hushed(not verbose):
             configure(identical, intra_op_threads, seed)
-            with _waiting_for_the_others(me):
-                strategy = make_strategy(communication)
+            strategy = make_strategy(communication)
         signals.started()
         status = main(strategy) or 0
         if me and me.workers > 1:
             _leave_together(me)
+    except spec.ClusterError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = 2
     except BaseException:
         traceback.print_exc()
         status = 1
@@ -94,41 +96,6 @@ def _end(status):
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # the interpreter's own ending would wait for TensorFlow's threads
-
-
-@contextlib.contextmanager
-def _waiting_for_the_others(me):
-    """Names, every few seconds, the workers whose address does not answer, and gives up in time.
-
-    TensorFlow would wait for them for ever, and say nothing.
-    """
-    met = threading.Event()
-
-    def watch():
-        started = time.monotonic()
-        while not met.wait(10):
-            missing = [address for address in me.addresses if not _answers(address)]
-            waited = time.monotonic() - started
-            print(f"{me.name}: after {waited:.0f} s no answer from {', '.join(missing) or 'nobody'}", file=sys.stderr)
-            if waited > _START_S:
-                print(f"{me.name}: giving up; start all workers within {_START_S} s", file=sys.stderr)
-                _end(1)
-
-    if me and me.workers > 1:
-        threading.Thread(target=watch, daemon=True, name="waiting").start()
-    try:
-        yield
-    finally:
-        met.set()
-
-
-def _answers(address):
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
-        return True
-    except OSError:
-        return False
 
 
 def _leave_together(me):

@@ -4,7 +4,6 @@ Nothing here asks how many workers there are. Each replica runs the passes of it
 adds all K in the order of the tree, and every replica makes the same update with the same finished numbers.
 """
 
-import keras
 import tensorflow as tf
 
 from cluster.reduction import replica_id

@@ -197,6 +197,11 @@ class Trainer(keras.Model):
 
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
         if self._compile_metrics is not None:
+            # Losses convert half precision by themselves; top-k metrics fail on it (InTopKV2 takes float32 alone).
+            half = ("float16", "bfloat16")
+            y_pred = keras.tree.map_structure(
+                lambda t: keras.ops.cast(t, "float32") if keras.backend.standardize_dtype(t.dtype) in half else t, y_pred
+            )
             self._compile_metrics.update_state(y, y_pred, sample_weight)
         return {}  # a logical replica's share has no result of its own
 

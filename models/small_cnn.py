@@ -21,4 +21,4 @@ def small_cnn(input_shape, classes):
         x = layers.Dropout(0.1)(x)
     x = layers.Flatten()(layers.MaxPooling2D()(x))
     x = layers.Dropout(0.3)(layers.Dense(128, activation="relu")(x))
-    return keras.Model(inputs, layers.Dense(classes)(x), name="small_cnn")
+    return keras.Model(inputs, layers.Dense(classes, dtype="float32")(x), name="small_cnn")

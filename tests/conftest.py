@@ -1,0 +1,100 @@
+"""What all tests share: a deterministic TensorFlow with three CPU devices, clusters started once, and nothing left behind."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import uuid
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+os.environ["LOCKSTEP_TESTS"] = MARK = uuid.uuid4().hex  # every process that a test starts inherits it
+
+
+def pytest_addoption(parser):
+    parser.addoption("--soak", action="store_true", help="also run the long tests: twenty endings in a row, all causes")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "soak: long; runs with --soak")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--soak"):
+        for item in items:
+            if item.get_closest_marker("soak"):
+                item.add_marker(pytest.mark.skip(reason="long: ./run.sh test --soak"))
+
+
+def processes_left() -> list[str]:
+    """Command lines of living processes that the tests have started."""
+    left = []
+    for entry in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            marked = f"LOCKSTEP_TESTS={MARK}".encode() in (entry / "environ").read_bytes()
+            if marked and int(entry.name) != os.getpid():
+                left.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    return left
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left_running():
+    yield
+    assert processes_left() == []
+
+
+@pytest.fixture(scope="session")
+def tensorflow():
+    """TensorFlow as `cluster.run` sets it up, with three logical CPU devices."""
+    import tensorflow as tf
+
+    import cluster
+
+    cluster.configure()
+    tf.get_logger().setLevel("ERROR")
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
+    return tf
+
+
+@pytest.fixture(scope="session")
+def devices(tensorflow):
+    """A strategy of n replicas in this process: devices(2)."""
+    made = {}
+
+    def strategy(n):
+        if n not in made:
+            made[n] = tensorflow.distribute.MirroredStrategy([f"CPU:{i}" for i in range(n)])
+        return made[n]
+
+    return strategy
+
+
+class Clusters:
+    """Runs cases of `cases.py` on W worker processes, each list of cases in one started cluster."""
+
+    def __init__(self, directory):
+        self._directory, self._results = directory, {}
+
+    def run(self, workers: int, names: tuple[str, ...]) -> list[dict]:
+        """What each worker saw: [{case: result}] by worker."""
+        if (workers, names) not in self._results:
+            output = self._directory / f"{workers}-{names[0]}"
+            output.mkdir()
+            command = [sys.executable, "-m", "cluster.launcher", f"--workers={workers}", str(ROOT / "tests/cases.py")]
+            done = subprocess.run([*command, str(output), *names], capture_output=True, text=True, timeout=500)
+            assert done.returncode == 0, done.stdout + done.stderr
+            self._results[workers, names] = [json.loads((output / f"worker-{i}.json").read_text()) for i in range(workers)]
+        return self._results[workers, names]
+
+
+@pytest.fixture(scope="session")
+def clusters(tmp_path_factory):
+    return Clusters(tmp_path_factory.mktemp("clusters"))
