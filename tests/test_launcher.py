@@ -268,3 +268,24 @@ def test_workers_that_do_not_meet_end_with_a_line_that_says_why():
     with pytest.raises(spec.ClusterError, match=f"another cluster.*{theirs[1]}"):
         rendezvous.meet(one, timeout_s=20)
     late.join()
+
+
+def test_the_documented_program_of_ones_own_runs_on_two_workers_and_gives_one_workers_model(tmp_path):
+    """The code in docs/your-own-model.md, as it stands there."""
+    import numpy as np
+    from conftest import ROOT
+
+    code = re.search(r"```python\n(.*?)```", (ROOT / "docs/your-own-model.md").read_text(), re.DOTALL)[1]
+    assert len([line for line in code.splitlines() if line.strip()]) < 15
+    weights = {}
+    for workers in (1, 2):
+        folder = tmp_path / str(workers)
+        folder.mkdir()
+        (folder / "mine.py").write_text(code)
+        command = [sys.executable, "-m", "cluster.launcher", f"--workers={workers}", "mine.py"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        read = "import keras, numpy; numpy.save('w.npy', numpy.concatenate([v.numpy().ravel() for v in keras.models.load_model('model.keras').weights if 'seed' not in v.path]))"
+        subprocess.run([sys.executable, "-c", read], cwd=folder, check=True, timeout=60)
+        weights[workers] = np.load(folder / "w.npy")
+    np.testing.assert_array_equal(weights[1], weights[2])
