@@ -8,15 +8,17 @@ import difflib
 import hashlib
 import json
 import pathlib
+import re
 import typing
 
 from absl import flags
 
+from app import sources
 from cluster import tree
 from models import NAMES as MODELS
 
 RECIPES = pathlib.Path(__file__).parent.parent / "recipes"
-DATASETS = ("digits",)
+DATASETS = (*sources.NAMES, "imagenet")
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "adam", "adamw")
 SCHEDULES = ("constant", "cosine")
 DTYPES = ("float32", "mixed_bfloat16", "mixed_float16")
@@ -27,8 +29,8 @@ class UsageError(ValueError):
     """A user's mistake; each line of the message says what is wrong, with which value, and what to do."""
 
 
-def _field(default, group, text, choices=None, least=None, result=True):
-    metadata = {"group": group, "help": text, "choices": choices, "least": least, "result": result}
+def _field(default, group, text, choices=None, least=None, result=True, open=False):
+    metadata = {"group": group, "help": text, "choices": choices, "least": least, "result": result, "open": open}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -36,7 +38,7 @@ def _field(default, group, text, choices=None, least=None, result=True):
 class Config:
     """All that decides a run's result, and a few fields that do not (`result=False`: where and how it is computed)."""
 
-    dataset: str = _field("digits", "Run", "data set", DATASETS)
+    dataset: str = _field("digits", "Run", "data set", DATASETS, open=True)
     model: str = _field("small_cnn", "Run", "network", tuple(MODELS))
     global_batch_size: int = _field(128, "Run", "B, examples a step over all workers", least=1)
     logical_replicas: int = _field(
@@ -45,6 +47,19 @@ class Config:
     seed: int = _field(1, "Run", "of the initial weights, the order of examples, augmentation, dropout", least=0)
     epochs: int = _field(10, "Run", "passes over the training examples", least=1)
     steps: int = _field(0, "Run", "stop after so many steps instead; 0: by --epochs", least=0)
+    data_dir: str = _field("", "Data", "folder with the raw files of the data set", result=False)
+    prepared_dir: str = _field("data/prepared", "Data", "folder for prepared data: TFRecord shards, manifests", result=False)
+    shards: int = _field(64, "Data", "training shards; K divides them", least=1)
+    prepare_seed: int = _field(0, "Data", "of the order in which examples are dealt to the shards", least=0)
+    shuffle_buffer: int = _field(1024, "Data", "examples of a logical replica that are mixed at a time", least=1)
+    image_size: int = _field(224, "Data", "height and width for data sets of JPEG or PNG files", least=1)
+    on_bad_record: str = _field("stop", "Data", "when an image cannot be read or a label is none", ("stop", "skip"))
+    max_bad_records: int = _field(100, "Data", "skip so many, and stop at one more", least=0)
+    eval_every_steps: int = _field(
+        0, "Evaluation", "evaluate every so many steps too, besides each epoch's end", least=0, result=False
+    )
+    eval_at_steps: str = _field("", "Evaluation", "evaluate after these steps too, as 10,100,1000", result=False)
+    eval_at_start: bool = _field(False, "Evaluation", "evaluate before the first step too", result=False)
     optimizer: str = _field("momentum", "Optimizer", "update rule", OPTIMIZERS)
     learning_rate: float = _field(0.1, "Optimizer", "at the start of the schedule, for the global batch")
     schedule: str = _field("constant", "Optimizer", "of the learning rate, over the whole run", SCHEDULES)
@@ -72,34 +87,42 @@ class Config:
 
     def default_run_dir(self) -> str:
         digest = hashlib.sha256(json.dumps(self.result_fields(), sort_keys=True).encode()).hexdigest()
-        return f"runs/{self.dataset}-{self.model}-{digest[:8]}"
+        return f"runs/{re.sub('[^A-Za-z0-9_.]+', '-', self.dataset)}-{self.model}-{digest[:8]}"
 
 
-def parse(arguments: list[str]) -> tuple[Config, int | None]:
-    """Reads the flags of `train`, on top of the data set's recipe.
+def parse(arguments: list[str], extra: tuple[str, ...] = (), base: dict | None = None):
+    """Reads flags, on top of the data set's recipe.
 
     Args:
       arguments: flags, without program and command.
+      extra: names of further flags that take text, for commands that need more than a Config.
+      base: values instead of the recipe's: the configuration of an earlier run.
     Returns:
-      The resolved configuration, and --workers (None if not given).
+      (the resolved Config, --workers or None, {extra flag: text or ""}).
     Raises:
       UsageError: with a line for each problem.
     """
-    given = _parsed(arguments)
-    recipe = RECIPES / f"{given.dataset}.flags"
-    if recipe.exists():
-        given = _parsed([f"--flagfile={recipe}", *arguments])
+    given = _parsed(arguments, extra)
+    if base is None:
+        recipe = RECIPES / f"{given.dataset}.flags"
+        before = [f"--flagfile={recipe}"] if recipe.exists() else []
+    else:
+        before = [f"--{name}={value}" for name, value in base.items()]
+    given = _parsed([*before, *arguments], extra)
     values = {f.name: getattr(given, f.name) for f in dataclasses.fields(Config)}
     problems = [problem for f in dataclasses.fields(Config) if (problem := _problem(f, values[f.name]))]
     if given.workers is not None and given.workers < 1:
         problems.append(f"--workers={given.workers}: at least 1")
+    if not all(part.isdecimal() for part in values["eval_at_steps"].split(",") if values["eval_at_steps"]):
+        problems.append(f"--eval_at_steps={values['eval_at_steps']}: numbers of steps, as 10,100,1000")
     if problems:
         raise UsageError("\n".join(problems))
     values["logical_replicas"] = values["logical_replicas"] or tree.default_logical_replicas(values["global_batch_size"])
     config = Config(**values)
     if problem := batch_problem(config.global_batch_size, config.logical_replicas, given.workers or 1):
         raise UsageError(problem)
-    return dataclasses.replace(config, run_dir=config.run_dir or config.default_run_dir()), given.workers
+    config = dataclasses.replace(config, run_dir=config.run_dir or config.default_run_dir())
+    return config, given.workers, {name: getattr(given, name) or "" for name in extra}
 
 
 def batch_problem(batch: int, logical_replicas: int, replicas: int) -> str | None:
@@ -132,12 +155,14 @@ def help_text() -> str:
     return "\n\n".join(f"{group}\n" + "\n".join(lines) for group, lines in groups.items())
 
 
-def _parsed(arguments):
+def _parsed(arguments, extra=()):
     values = flags.FlagValues()
     define = {str: flags.DEFINE_string, int: flags.DEFINE_integer, float: flags.DEFINE_float, bool: flags.DEFINE_bool}
     types = typing.get_type_hints(Config)
     for f in dataclasses.fields(Config):
         define[types[f.name]](f.name, f.default, f.metadata["help"], flag_values=values)
+    for name in extra:
+        flags.DEFINE_string(name, None, "", flag_values=values)
     flags.DEFINE_integer("workers", None, "worker processes on this machine", flag_values=values)
     try:
         rest = values(["train", *arguments])[1:]
@@ -153,7 +178,8 @@ def _parsed(arguments):
 
 def _problem(field, value):
     choices, least = field.metadata["choices"], field.metadata["least"]
-    if choices and value not in choices:
+    named_by_user = field.metadata["open"] and ":" in value  # package.module:function, synthetic:32x32x3:10:1024
+    if choices and value not in choices and not named_by_user:
         near = difflib.get_close_matches(str(value), choices, n=1)
         return f"--{field.name}={value} is unknown{f'; did you mean {near[0]}?' if near else ''} One of: {', '.join(choices)}"
     if least is not None and value < least:

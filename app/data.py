@@ -1,79 +1,81 @@
-"""Data sets in memory whose order and augmentation belong to the run: functions of (seed, epoch, example) alone."""
+"""A run's data: prepared where it is not yet, read as one stream a logical replica, the same for every number of workers."""
 
 import dataclasses
+import os
 
-import numpy as np
-import tensorflow as tf
+from app import imagenet, preprocessing, sources
+from app import prepare as prepare_module
+from app.config import Config, UsageError
+from app.manifest import Manifest, ManifestError
+from app.records import RecordError
+from app.streams import EvaluationStreams, ShardsError, TrainingStreams
+
+_MISTAKES = (sources.SourceError, prepare_module.PrepareError, ManifestError, RecordError, ShardsError)
+
+BY_ITSELF = 100_000  # training prepares sets of at most so many examples without being asked
 
 
 @dataclasses.dataclass(frozen=True)
-class ImageData:
-    """Images [n, height, width, channels] in [0, 1] as float32 and labels [n] as int32, for training and held out."""
+class Data:
+    """What a run trains and evaluates with.
 
-    name: str
-    train_images: np.ndarray
-    train_labels: np.ndarray
-    test_images: np.ndarray
-    test_labels: np.ndarray
-    classes: int
+    Attributes:
+      manifest: of the prepared data.
+      treatment: what becomes of an image; `treatment.shape` is what the network is given.
+      training, evaluation: streams for `cluster.Trainer`; evaluation is None if nothing is held out.
+    """
+
+    manifest: Manifest
+    treatment: preprocessing.Preprocessing
+    training: TrainingStreams
+    evaluation: EvaluationStreams | None
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        return self.train_images.shape[1:]
+        """[height, width, channels] of what the network is given."""
+        return self.treatment.shape
 
 
-def digits() -> ImageData:
-    """scikit-learn's 1,797 handwritten digits of 8x8 pixels; every fifth (360 of them) is held out."""
-    from sklearn.datasets import load_digits
+def prepare(config: Config, say=print, limit=None) -> Manifest:
+    """The manifest of the configuration's data set, which is prepared if it is not yet.
 
-    bunch = load_digits()
-    images = (bunch.images / 16.0).astype(np.float32)[..., None]
-    labels = bunch.target.astype(np.int32)
-    held_out = np.arange(len(labels)) % 5 == 0
-    return ImageData("digits", images[~held_out], labels[~held_out], images[held_out], labels[held_out], 10)
-
-
-def steps_per_epoch(examples: int, global_batch_size: int) -> int:
-    """round(n/B), at least 1: batches straddle the seam of two epochs, so that nothing is dropped for good."""
-    return max(1, round(examples / global_batch_size))
-
-
-def training_batches(data: ImageData, global_batch_size: int, seed: int, first_step: int = 0) -> tf.data.Dataset:
-    """Endless global batches ([B, h, w, c], [B]) from step `first_step` on.
-
-    The examples are the concatenation of the epochs' permutations; what lies before `first_step` is skipped unread.
+    Args:
+      limit: refuse to prepare more training examples than that.
+    Raises:
+      UsageError: in one line, for whatever is wrong with the raw or the prepared data.
     """
-    examples = len(data.train_labels)
-    first_epoch, offset = divmod(first_step * global_batch_size, examples)
-    images, labels = tf.constant(data.train_images), tf.constant(data.train_labels)
+    bad = {"on_bad_record": config.on_bad_record, "max_bad_records": config.max_bad_records}
+    place = prepare_module.prepared_path(config.dataset, config.prepared_dir, config.shards, config.prepare_seed)
+    try:
+        if config.dataset == "imagenet":
+            return imagenet.scan_imagenet(config.data_dir, config.prepared_dir, say, **bad)
+        if limit and not os.path.exists(place):
+            examples = len(sources.open_source(config.dataset, config.data_dir).train)
+            if examples > limit:
+                raise UsageError(
+                    f"{config.dataset} has {examples:,} training examples, and is not prepared in {config.prepared_dir}: run "
+                    "./run.sh prepare with the same flags first (training prepares by itself what has "
+                    f"{limit:,} or fewer)"
+                )
+        return prepare_module.prepare(
+            config.dataset, config.data_dir, config.prepared_dir, config.shards, config.prepare_seed, say, **bad
+        )
+    except _MISTAKES as error:
+        raise UsageError(str(error)) from None
 
-    def epoch_order(epoch):
-        order = tf.random.experimental.stateless_shuffle(tf.range(examples, dtype=tf.int64), [seed, epoch])
-        return tf.data.Dataset.from_tensor_slices(order).map(lambda example: (epoch, example))
 
-    def load(epoch, example):
-        key = tf.random.experimental.stateless_fold_in(tf.stack([seed, epoch]), example)
-        return augment(images[example], key), labels[example]
-
-    order = tf.data.Dataset.range(first_epoch, tf.int64.max).flat_map(epoch_order).skip(offset)
-    batches = order.map(load, tf.data.AUTOTUNE, deterministic=True).batch(global_batch_size, drop_remainder=True)
-    return batches.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)).prefetch(8)
-
-
-def augment(image, key):
-    """Turns by up to 10 degrees, scales by up to 10 %, shifts by up to one pixel: by `key` [2] alone."""
-    height, width, _ = image.shape
-    angle, scale, down, right = tf.unstack(tf.random.stateless_uniform([4], key, -1.0, 1.0))
-    angle, scale = angle * np.pi / 18, 1 + 0.1 * scale
-    cos, sin = tf.cos(angle) * scale, tf.sin(angle) * scale
-    y, x = (height - 1) / 2, (width - 1) / 2
-    # Maps an output pixel to the input pixel that it shows: about the centre, then shifted.
-    transform = [cos, -sin, x - cos * x + sin * y + right, sin, cos, y - sin * x - cos * y + down, 0.0, 0.0]
-    return tf.raw_ops.ImageProjectiveTransformV3(
-        images=image[None],
-        transforms=tf.stack(transform)[None],
-        output_shape=[height, width],
-        interpolation="BILINEAR",
-        fill_mode="CONSTANT",
-        fill_value=0.0,
-    )[0]
+def load(config: Config, say=print, first_step=0) -> Data:
+    """Opens the data of a run; see `prepare`."""
+    manifest = prepare(config, say, BY_ITSELF)
+    treatment = preprocessing.make(
+        manifest.preprocessing, manifest.image_shape, manifest.mean or None, manifest.std or None, config.image_size
+    )
+    replicas, batch = config.logical_replicas, config.global_batch_size
+    try:
+        training = TrainingStreams(manifest, treatment, replicas, batch, config.seed, first_step, config.shuffle_buffer)
+    except ShardsError as error:
+        raise UsageError(str(error)) from None
+    evaluation = None
+    if manifest.test.examples:
+        evaluation = EvaluationStreams(manifest, treatment, replicas, batch)
+    return Data(manifest, treatment, training, evaluation)

@@ -11,9 +11,11 @@ import numpy as np
 import tensorflow as tf
 
 import app
+from app import callbacks, faults
 from app import config as config_module
 from app import data as data_module
-from cluster import Trainer
+from cluster import Trainer, spec
+from cluster.agreement import agree
 from cluster.fingerprint import run_sha256
 from models import build
 
@@ -27,83 +29,84 @@ def train(config: config_module.Config, strategy) -> dict:
     Returns:
       {"sha256": of weights, optimizer and metrics; "history": Keras's; "seconds": of fit}.
     Raises:
-      UsageError: if the strategy's number of replicas does not divide K.
+      UsageError: for mistakes that show only here: the number of GPUs does not fit K, raw data that cannot be used.
+      faults.DataFault: if a record cannot be read; the message names it.
     """
+    me = spec.from_environment()
     chief = strategy.extended.should_checkpoint
     say = print if chief else lambda *_, **__: None
     replicas = strategy.num_replicas_in_sync
     if problem := config_module.batch_problem(config.global_batch_size, config.logical_replicas, replicas):
         raise config_module.UsageError(problem)
 
-    data = getattr(data_module, config.dataset)()
-    examples = len(data.train_labels)
-    steps_per_epoch = data_module.steps_per_epoch(examples, config.global_batch_size)
-    epochs = config.epochs
+    data = data_module.load(config, say)
+    faults.check_files(data, me)
+    agree(me, {"configuration": config.result_fields(), "data manifest": data.manifest.digest()})
+    steps_per_epoch, epochs = data.training.steps, config.epochs
     if config.steps:
         steps_per_epoch = min(steps_per_epoch, config.steps)
         epochs = -(-config.steps // steps_per_epoch)
-    say(f"{config.model} on {config.dataset}: {examples} examples to train with, {len(data.test_labels)} held out")
-    say(
-        f"global batch {config.global_batch_size} = {config.logical_replicas} logical replicas x {config.replica_batch_size}; "
-        f"{config.logical_replicas // replicas} on each of {replicas} {'worker' if replicas == 1 else 'workers'}"
-    )
-    say(
-        f"{epochs} epochs of {steps_per_epoch} steps; "
-        f"{config.intra_op_threads} intra-op thread a worker (part of the run: the bits follow it)",
-        flush=True,
-    )
+    _narrate(config, data, replicas, steps_per_epoch, epochs, say)
 
     keras.config.set_dtype_policy(config.dtype)
     with strategy.scope():
-        plain = build(config.model, data.image_shape, data.classes)
-        model = Trainer(
-            plain,
-            config.global_batch_size,
-            config.logical_replicas,
-            config.seed,
-            config.identical,
-            config.communication,
-        )
-        model.compile(
-            _optimizer(config, epochs * steps_per_epoch),
-            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=[
-                keras.metrics.SparseCategoricalAccuracy(name="top_1"),
-                keras.metrics.SparseTopKCategoricalAccuracy(k=5, name="top_5"),
-            ],
-            jit_compile=config.jit_compile,
-            steps_per_execution=config.steps_per_execution,
-        )
+        plain = build(config.model, data.image_shape, len(data.manifest.classes))
+        model = trainer(config, plain)
+        compile_trainer(model, optimizer(config, epochs * steps_per_epoch), config, len(data.manifest.classes))
     if chief:
-        _write_config(config, replicas)
+        _write_config(config, data.manifest, replicas)
     say(f"{plain.count_params():,} parameters; tracing the first step", flush=True)
 
     started = time.monotonic()
-    history = model.fit(
-        data_module.training_batches(data, config.global_batch_size, config.seed),
-        steps_per_epoch=steps_per_epoch,
-        epochs=epochs,
-        validation_data=(data.test_images, data.test_labels),
-        callbacks=[EpochLines(epochs, config.global_batch_size * steps_per_epoch)] if chief else [],
-        verbose=0,
-    ).history
+    steps = [int(step) for step in config.eval_at_steps.split(",") if step]
+    with faults.named(data, me):
+        history = model.fit(
+            data.training,
+            steps_per_epoch=steps_per_epoch,
+            epochs=epochs,
+            validation_data=data.evaluation,
+            callbacks=[
+                callbacks.EvaluateAt(data.evaluation, config.eval_every_steps, steps, config.eval_at_start, say),
+                callbacks.EpochLines(epochs, config.global_batch_size * steps_per_epoch, say),
+            ],
+            verbose=0,
+        ).history
     seconds = time.monotonic() - started
 
     path = os.path.join(config.run_dir, "model.keras")
     model.save(path)
     sha256 = run_sha256(model, history)
-    best = int(np.argmax(history["val_top_1"]))
-    correct = round(history["val_top_1"][-1] * len(data.test_labels))
     say(f"\ntrained {model.step} steps in {seconds:.1f} s on {replicas} {'worker' if replicas == 1 else 'workers'}")
-    say(
-        f"held out: {correct} of {len(data.test_labels)} right, top-1 {history['val_top_1'][-1]:.4f} (best in epoch {best + 1})"
-    )
+    if data.evaluation:
+        best, last = int(np.argmax(history["val_top_1"])), history["val_top_1"][-1]
+        right, of = round(last * model.examples_evaluated), model.examples_evaluated
+        say(f"held out: {right:,} of {of:,} right, top-1 {last:.4f} (best in epoch {best + 1})")
     say(f"saved   {path}, {os.path.join(config.run_dir, 'config.json')}")
     say(f"sha256  {sha256}  (weights, optimizer, metrics: the same for any number of workers)", flush=True)
     return {"sha256": sha256, "history": history, "seconds": seconds}
 
 
-def _optimizer(config, total_steps):
+def trainer(config, plain) -> Trainer:
+    """The plain model wrapped for the run; to be called under the strategy's scope."""
+    return Trainer(
+        plain, config.global_batch_size, config.logical_replicas, config.seed, config.identical, config.communication
+    )
+
+
+def compile_trainer(model, optimizer, config, classes, metrics=()):
+    """Cross entropy of logits; top-1, and top-5 where there are more than five classes."""
+    top_5 = [keras.metrics.SparseTopKCategoricalAccuracy(k=5, name="top_5")] if classes > 5 else []
+    model.compile(
+        optimizer,
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=[keras.metrics.SparseCategoricalAccuracy(name="top_1"), *top_5, *metrics],
+        jit_compile=config.jit_compile,
+        steps_per_execution=config.steps_per_execution,
+    )
+
+
+def optimizer(config, total_steps):
+    """The configured optimizer; a schedule runs over `total_steps`."""
     rate = config.learning_rate
     if config.schedule == "cosine":
         rate = keras.optimizers.schedules.CosineDecay(rate, total_steps)
@@ -120,12 +123,32 @@ def _optimizer(config, total_steps):
     raise AssertionError(config.optimizer)
 
 
-def _write_config(config, replicas):
+def _narrate(config, data, replicas, steps_per_epoch, epochs, say):
+    manifest = data.manifest
+    say(
+        f"{config.model} on {config.dataset}: {manifest.train.examples:,} examples in {len(manifest.train.shards)} shards "
+        f"to train with, {manifest.test.examples:,} held out"
+    )
+    say(
+        f"global batch {config.global_batch_size} = {config.logical_replicas} logical replicas x {config.replica_batch_size}; "
+        f"{config.logical_replicas // replicas} on each of {replicas} {'worker' if replicas == 1 else 'workers'}"
+    )
+    say(
+        f"{epochs} epochs of {steps_per_epoch} steps (round({manifest.train.examples:,} / {config.global_batch_size})); "
+        f"{config.intra_op_threads} intra-op thread a worker (part of the run: the bits follow it)",
+        flush=True,
+    )
+
+
+def _write_config(config, manifest, replicas):
     """Leaves what this run was made of beside its model, whole or not at all."""
     tf.io.gfile.makedirs(config.run_dir)
     record = {
         **dataclasses.asdict(config),
         "replicas": replicas,
+        "classes": manifest.classes,
+        "label_offset": manifest.label_offset,
+        "data_manifest": manifest.digest(),
         "versions": {
             "lockstep": app.__version__,
             "python": platform.python_version(),
@@ -138,26 +161,3 @@ def _write_config(config, replicas):
     with tf.io.gfile.GFile(path + ".tmp", "w") as file:
         file.write(json.dumps(record, indent=2) + "\n")
     tf.io.gfile.rename(path + ".tmp", path, overwrite=True)
-
-
-class EpochLines(keras.callbacks.Callback):
-    """Prints a line an epoch: the metrics of training and evaluation, and the speed of training and evaluating it.
-
-    Args:
-      epochs: of the run.
-      examples: that one epoch trains with, over all workers.
-    """
-
-    def __init__(self, epochs, examples):
-        super().__init__()
-        self._epochs, self._examples = epochs, examples
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self._started = time.monotonic()
-
-    def on_epoch_end(self, epoch, logs=None):
-        seconds = time.monotonic() - self._started
-        line = f"epoch {epoch + 1:>{len(str(self._epochs))}}/{self._epochs}"
-        for title, prefix in (("train", ""), ("held out", "val_")):
-            line += f"  {title}: loss {logs[prefix + 'loss']:.4f} top-1 {logs[prefix + 'top_1']:.4f}"
-        print(f"{line}  {self._examples / seconds:,.0f} images/s", flush=True)

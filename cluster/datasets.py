@@ -5,10 +5,48 @@ i-th of N equal parts of each. An evaluation data set may end with a smaller bat
 and left out before the model sees it, so every example counts once and nothing else does.
 """
 
+import typing
+
 import numpy as np
 import tensorflow as tf
 
 _POLICY = tf.data.experimental.AutoShardPolicy
+
+
+class Streams(typing.Protocol):
+    """Examples by logical replica, for data that no worker should read whole: an alternative to a tf.data.Dataset.
+
+    Attributes:
+      element_spec: tf.TensorSpecs of one element: (x, y[, sample_weight]) to train with, ((x, y[, sample_weight]), valid) to
+        evaluate, where elements that are not valid come last in a logical replica's batch.
+      steps: steps of an epoch, or of an evaluation.
+    """
+
+    element_spec: tuple
+    steps: int
+
+    def examples(self, first: int, last: int, replica_batch_size: int) -> tf.data.Dataset:
+        """Endless elements of the logical replicas [first, last): `replica_batch_size` of each in turn."""
+
+
+def distribute(streams: Streams, strategy, logical_replicas: int, global_batch_size: int):
+    """Gives every worker the streams of its own logical replicas, in batches of a replica of the strategy."""
+    replica_batch_size = global_batch_size // logical_replicas
+
+    def of_worker(context):
+        share = logical_replicas // context.num_input_pipelines
+        first = context.input_pipeline_id * share
+        examples = streams.examples(first, first + share, replica_batch_size)
+        batches = examples.batch(global_batch_size // strategy.num_replicas_in_sync, drop_remainder=True)
+        endless = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
+        return batches.apply(endless).prefetch(2)
+
+    return strategy.distribute_datasets_from_function(of_worker)
+
+
+def batch_spec(element_spec, global_batch_size: int):
+    """The specs of a batch, from those of an element."""
+    return tf.nest.map_structure(lambda s: tf.TensorSpec([global_batch_size, *s.shape], s.dtype), element_spec)
 
 
 def training(dataset, global_batch_size, strategy, steps_per_epoch=None):

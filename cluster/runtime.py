@@ -13,7 +13,6 @@ import select
 import signal
 import sys
 import threading
-import time
 import traceback
 
 import keras
@@ -21,9 +20,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from cluster import quiet, rendezvous, spec
-
-_LEAVING_S = 600  # how long a worker that has finished waits for the others, the chief's saving included
+from cluster import agreement, quiet, rendezvous, spec
 
 
 def configure(identical=True, intra_op_threads=1, seed=0):
@@ -81,8 +78,7 @@ def run(main, identical=True, intra_op_threads=1, seed=0, communication="auto", 
             strategy = make_strategy(communication)
         signals.started()
         status = main(strategy) or 0
-        if me and me.workers > 1:
-            _leave_together(me)
+        agreement.leave_together(me)
     except spec.ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
         status = 2
@@ -96,23 +92,6 @@ def _end(status):
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # the interpreter's own ending would wait for TensorFlow's threads
-
-
-def _leave_together(me):
-    """Nobody leaves before all have finished, and the chief, which holds the coordination service, leaves last.
-
-    Symptoms: a worker whose last collective is done leaves, and one that still fetches data from it hangs; the chief leaves,
-    and the others print "Failed to send RPC to coordination service ... preempted/died" (tensorflow#58434). So all meet at a
-    barrier; then every worker reports to the chief and is gone at once, and the chief follows.
-    """
-    service = context.context()
-    service.wait_at_barrier("lockstep/finished", 1000 * _LEAVING_S)
-    if not me.is_chief:
-        service.set_config_key_value(f"lockstep/leaving/{me.number}", "yes")
-        return
-    for number in range(1, me.workers):
-        service.get_config_key_value(f"lockstep/leaving/{number}", 1000 * _LEAVING_S)
-    time.sleep(0.2)  # between a worker's report and its end lie microseconds
 
 
 class _Signals:

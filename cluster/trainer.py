@@ -99,20 +99,28 @@ class Trainer(keras.Model):
     # ---- fit and evaluate: Keras's own, on checked data --------------------------------------------------------------
 
     def fit(self, x=None, *, steps_per_epoch=None, validation_data=None, validation_steps=None, class_weight=None, **kwargs):
-        """Keras's `fit` on a tf.data.Dataset of global batches (x, y[, sample_weight]).
+        """Keras's `fit` on a tf.data.Dataset of global batches (x, y[, sample_weight]), or on streams.
 
         Args:
-          x: batches of exactly B examples; finite, or endless with `steps_per_epoch`.
-          validation_data: a tf.data.Dataset of batches of any size, or arrays (x, y[, sample_weight]).
+          x: a tf.data.Dataset of batches of exactly B examples, finite, or endless with `steps_per_epoch`; or
+            `datasets.Streams`, of which each worker reads its part alone.
+          validation_data: a tf.data.Dataset of batches of any size, arrays (x, y[, sample_weight]), or `datasets.Streams`.
           class_weight, validation_steps, other arguments: as in Keras.
         Raises:
           ValueError: see `datasets.training`, `datasets.evaluation` and `losses`.
         """
         self._assert_compile_called("fit")
-        if class_weight:
-            x = x.map(make_class_weight_map_fn(class_weight))
-        x, steps_per_epoch = datasets.training(x, self.global_batch_size, self.distribute_strategy, steps_per_epoch)
-        self._prepare(True, x.element_spec)
+        if hasattr(x, "examples"):
+            if class_weight:
+                raise ValueError("class_weight is for a tf.data.Dataset; let the streams yield (x, y, sample_weight) instead.")
+            spec, steps_per_epoch = self._batch_spec(x), steps_per_epoch or x.steps
+            x = self._distribute(x)
+        else:
+            if class_weight:
+                x = x.map(make_class_weight_map_fn(class_weight))
+            x, steps_per_epoch = datasets.training(x, self.global_batch_size, self.distribute_strategy, steps_per_epoch)
+            spec = x.element_spec
+        self._prepare(True, spec)
         if validation_data is not None:
             validation_data, validation_steps = self._evaluation_data(validation_data, validation_steps)
         self._steps_per_epoch, self._steps_done = steps_per_epoch, 0
@@ -141,11 +149,20 @@ class Trainer(keras.Model):
             self.steps_per_execution, self._training_metrics = steps_per_execution, True
 
     def _evaluation_data(self, data, steps, batch_size=None):
+        if hasattr(data, "examples"):
+            self._prepare(False, self._batch_spec(data)[0])
+            return self._distribute(data), steps or data.steps
         data, steps = datasets.evaluation(
             data, self.distribute_strategy, self.logical_replicas, batch_size or self.global_batch_size, steps
         )
         self._prepare(False, data.element_spec[0])
         return data, steps
+
+    def _batch_spec(self, streams):
+        return datasets.batch_spec(streams.element_spec, self.global_batch_size)
+
+    def _distribute(self, streams):
+        return datasets.distribute(streams, self.distribute_strategy, self.logical_replicas, self.global_batch_size)
 
     def _prepare(self, training, spec):
         """Builds model, loss, metrics and optimizer from the data's specs, and traces the pass."""
@@ -192,6 +209,15 @@ class Trainer(keras.Model):
             return self.get_metrics_result()
 
         return several_steps
+
+    @property
+    def examples_evaluated(self) -> int:
+        """How many examples the last evaluation counted, over all workers."""
+        return int(self.metric_value(self._loss_tracker.count))
+
+    def metric_value(self, variable):
+        """What the last evaluation left in a metric's variable, over all workers, as a NumPy array."""
+        return next(total for v, total in self._step.metric_values(False) if v is variable).numpy()
 
     # ---- metrics: finished sums over all workers ---------------------------------------------------------------------
 

@@ -1,0 +1,69 @@
+"""Damaged data, named: which file, which record, what is wrong with it.
+
+TensorFlow reports a damaged record without its file, and passes over some faults in silence. File sizes are therefore compared
+with the manifest before training, and when a step fails, the worker that met the fault looks through its own shards.
+"""
+
+import contextlib
+
+import tensorflow as tf
+
+from app import manifest as manifest_module
+from app import records
+from app.data import Data
+
+
+class DataFault(ValueError):
+    """A record that cannot be used: one line with file, record number and reason."""
+
+
+def check_files(data: Data, me) -> None:
+    """Compares existence and size of the files that this worker reads with the manifest.
+
+    Args:
+      me: `cluster.spec.Member`, or None without a cluster.
+    Raises:
+      DataFault: names the file, its size and what it should be.
+    """
+    try:
+        manifest_module.check_files(data.manifest, data.manifest.train, _own(data, me))
+        if data.evaluation:
+            manifest_module.check_files(data.manifest, data.manifest.test)
+    except manifest_module.ManifestError as error:
+        raise DataFault(str(error)) from None
+
+
+@contextlib.contextmanager
+def named(data: Data, me):
+    """Within the block, an error of TensorFlow that comes from this worker's data is raised as a DataFault."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        if fault := _find(data, me):
+            raise DataFault(fault) from error
+        raise
+
+
+def _own(data, me):
+    workers, number = (me.workers, me.number) if me else (1, 0)
+    return data.training.shards_of(number, workers)
+
+
+def _find(data, me):
+    """The first fault in this worker's shards, or None: framing and checksums, then what the records hold."""
+    manifest = data.manifest
+    for split, shards in ((manifest.train, _own(data, me)), (manifest.test, range(len(manifest.test.shards)))):
+        for shard in shards:
+            path = manifest.path(split.shards[shard])
+            try:
+                records.scan(path)
+            except (records.RecordError, OSError) as error:
+                return str(error)
+            for record, serialized in enumerate(tf.data.TFRecordDataset(path)):
+                if (shard, record) in split.bad:
+                    continue
+                try:
+                    data.treatment.evaluate(records.parse(serialized, manifest)[0])
+                except tf.errors.OpError as error:
+                    return f"{path}, record {record}: {records.reason(error)}"
+    return None

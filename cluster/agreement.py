@@ -1,0 +1,83 @@
+"""What all workers have to agree on, told between them through the key-value store of TensorFlow's coordination service."""
+
+import itertools
+import json
+import time
+
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from cluster.spec import ClusterError, Member
+
+_ASK_EVERY_MS = 1000  # a question holds Python's lock until it is answered, so it is asked again and again
+_questions = itertools.count()
+
+
+def agree(me: Member | None, facts: dict[str, object], timeout_s: float = 600) -> None:
+    """Returns if all workers have the same facts; the strategy has to exist. Every worker calls it.
+
+    Args:
+      me: this process, None without a cluster.
+      facts: by name; JSON values.
+      timeout_s: how long to wait for the others, who may be preparing data.
+    Raises:
+      ClusterError: on every worker, with the worker and the fact that differ from the chief's.
+    """
+    if me is None or me.workers == 1:
+        return
+    question = next(_questions)
+    _tell(f"facts/{question}/{me.number}", json.dumps(facts))
+    if me.is_chief:
+        differences = []
+        for number in range(1, me.workers):
+            theirs = json.loads(_ask(f"facts/{question}/{number}", f"worker number {number}", timeout_s))
+            differences += [
+                f"worker number {number} has another {name}: {theirs.get(name)!r}; the chief has {facts[name]!r}"
+                for name in facts
+                if theirs.get(name) != json.loads(json.dumps(facts[name]))
+            ]
+        _tell(f"verdict/{question}", "; ".join(differences))
+    verdict = _ask(f"verdict/{question}", "the chief", timeout_s)
+    if verdict:
+        if me.is_chief:
+            time.sleep(2 * _ASK_EVERY_MS / 1000)  # the service is here: the others are still to hear
+        raise ClusterError(verdict)
+
+
+def leave_together(me: Member | None, timeout_s: float = 600) -> None:
+    """Nobody leaves before all have finished, and the chief, which holds the service, leaves last. Every worker calls it last.
+
+    Symptoms without: a worker whose last collective is done leaves, and one that still fetches data from it hangs; the chief
+    leaves, and the others print "Failed to send RPC to coordination service ... preempted/died" (tensorflow#58434). So all
+    report that they have finished, then every worker reports that it leaves and is gone at once, and the chief follows.
+    """
+    if me is None or me.workers == 1:
+        return
+    others = range(1, me.workers)
+    if me.is_chief:
+        for stage in ("finished", "leaving"):
+            for number in others:
+                _ask(f"{stage}/{number}", f"worker number {number}", timeout_s)
+            if stage == "finished":
+                _tell("all_finished", "yes")
+        time.sleep(0.2)  # between a worker's report and its end lie microseconds
+    else:
+        _tell(f"finished/{me.number}", "yes")
+        _ask("all_finished", "the chief", timeout_s)
+        _tell(f"leaving/{me.number}", "yes")
+
+
+def _tell(key, value):
+    context.context().set_config_key_value(f"lockstep/{key}", value)
+
+
+def _ask(key, whom, timeout_s):
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return context.context().get_config_key_value(f"lockstep/{key}", _ASK_EVERY_MS)
+        except tf.errors.DeadlineExceededError:
+            if time.monotonic() > deadline:
+                raise ClusterError(f"no word from {whom} for {timeout_s:.0f} s ({key})") from None
+        except tf.errors.OpError as error:
+            raise ClusterError(f"lost the cluster while waiting for {whom}: {error.message.splitlines()[0]}") from None
