@@ -41,7 +41,7 @@ def train(config: config_module.Config, strategy) -> dict:
 
     data = data_module.load(config, say)
     faults.check_files(data, me)
-    agree(me, {"configuration": config.result_fields(), "data manifest": data.manifest.digest()})
+    agree(me, {**config.result_fields(), "data manifest": data.manifest.digest()})
     steps_per_epoch, epochs = data.training.steps, config.epochs
     if config.steps:
         steps_per_epoch = min(steps_per_epoch, config.steps)

@@ -137,8 +137,8 @@ def test_two_preparations_give_the_same_bytes_and_another_seed_another_order(tmp
     assert sorted(x.tobytes() for x, _ in examples(first, first.train)) == sorted(
         x.tobytes() for x, _ in examples(other, other.train)
     )
-    # Of another machine, once: what makes it differ makes machines without a shared disk differ.
-    assert first.train.shards[0].sha256 == "d3b1"
+    # As it was when this was written: another one means that machines with other versions would not share a data set.
+    assert first.train.shards[0].sha256.startswith("96d29f793c9caa7d")
 
 
 def test_what_is_there_is_used_if_it_fits_and_its_files_are_whole(tmp_path):
@@ -211,7 +211,9 @@ else:
             time.sleep(0.001)
         return publish(*arguments)
     prepare.publish = meets
-print(prepare.prepare(dataset, "", folder, 8).digest())
+digest = prepare.prepare(dataset, "", folder, 8).digest()
+from tensorflow.python.eager import context
+print(digest, context.context()._initialized)
 """
 
 
@@ -241,7 +243,8 @@ def test_of_two_at_once_the_first_counts_and_both_use_it(tmp_path):
     (final,) = (tmp_path / "p").iterdir()
     said = sorted(out.splitlines() for out, _ in outputs)
     assert sum("prepared before" in line for lines in said for line in lines) == 1
-    assert {lines[-1] for lines in said} == {manifest.load(str(final)).digest()}
+    # Arrays are prepared without starting TensorFlow's runtime, which a worker may not do before its cluster is set up.
+    assert {lines[-1] for lines in said} == {f"{manifest.load(str(final)).digest()} False"}
     assert files(final) == files(quiet(SYNTHETIC, tmp_path / "q").directory)
 
 
@@ -271,14 +274,6 @@ def test_a_picture_that_cannot_be_decoded_stops_or_is_left_out_and_counted(tmp_p
     assert whole[: len(whole) // 2] not in [image for image, _ in examples(prepared, prepared.train)]
     assert "2 bad examples were left out" in refusal(quiet, "folder", tmp_path, folder_of_pictures, 3)
     assert quiet("folder", tmp_path, **skip, max_bad_records=2).digest() == prepared.digest()
-
-
-def test_arrays_need_no_tensorflow_runtime_before_the_cluster_is_set_up(tmp_path):
-    program = (
-        f"import sys; from app import prepare; prepare.prepare({SYNTHETIC!r}, '', {str(tmp_path)!r}, 8)\n"
-        "from tensorflow.python.eager import context; sys.exit(context.context()._initialized)"
-    )
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60).returncode == 0
 
 
 WHOLE = [record(bytes([i]) * (20 + i)) for i in range(4)]
