@@ -97,11 +97,14 @@ def _on_workers(command, config, workers, extra, part):
         )
     if problem := config_module.batch_problem(config.global_batch_size, config.logical_replicas, workers):
         raise config_module.UsageError(problem)
-    flags = [*config.to_flags(), *(f"--{name}={value}" for name, value in extra.items() if value)]
     program = [sys.executable, "-m", "app"]
-    if status := subprocess.run([*program, "prepare", "--for_training=yes", *flags]).returncode:
-        return status
-    return launcher.run([*program, command, *flags], workers)
+    if not os.path.exists(config.prepared_path()):  # once, instead of in each worker; it needs no GPU
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
+        done = subprocess.run([*program, "prepare", "--for_training=yes", *config.to_flags()], env=environment)
+        if done.returncode:
+            return done.returncode
+    flags = [f"--{name}={value}" for name, value in extra.items() if value]
+    return launcher.run([*program, command, *config.to_flags(), *flags], workers)
 
 
 def _work(config, part):

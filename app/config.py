@@ -7,13 +7,14 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import os
 import pathlib
 import re
 import typing
 
 from absl import flags
 
-from app import sources
+from app import manifest, sources
 from cluster import tree
 from models import NAMES as MODELS
 
@@ -53,7 +54,7 @@ class Config:
     prepare_seed: int = _field(0, "Data", "of the order in which examples are dealt to the shards", least=0)
     shuffle_buffer: int = _field(1024, "Data", "examples of a logical replica that are mixed at a time", least=1)
     image_size: int = _field(224, "Data", "height and width for data sets of JPEG or PNG files", least=1)
-    on_bad_record: str = _field("stop", "Data", "when an image cannot be read or a label is none", ("stop", "skip"))
+    on_bad_record: str = _field("stop", "Data", "when an image cannot be read or decoded", ("stop", "skip"))
     max_bad_records: int = _field(100, "Data", "skip so many, and stop at one more", least=0)
     eval_every_steps: int = _field(
         0, "Evaluation", "evaluate every so many steps too, besides each epoch's end", least=0, result=False
@@ -84,6 +85,12 @@ class Config:
     def to_flags(self) -> list[str]:
         """The flags that give this configuration."""
         return [f"--{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self)]
+
+    def prepared_path(self) -> str:
+        """The folder of the prepared data."""
+        if self.dataset == "imagenet":
+            return os.path.join(self.prepared_dir, "imagenet")
+        return manifest.prepared_path(self.dataset, self.prepared_dir, self.shards, self.prepare_seed)
 
     def default_run_dir(self) -> str:
         digest = hashlib.sha256(json.dumps(self.result_fields(), sort_keys=True).encode()).hexdigest()

@@ -45,7 +45,7 @@ def prepare(config: Config, say=print, limit=None) -> Manifest:
       UsageError: in one line, for whatever is wrong with the raw or the prepared data.
     """
     bad = {"on_bad_record": config.on_bad_record, "max_bad_records": config.max_bad_records}
-    place = prepare_module.prepared_path(config.dataset, config.prepared_dir, config.shards, config.prepare_seed)
+    place = config.prepared_path()
     try:
         if config.dataset == "imagenet":
             return imagenet.scan_imagenet(config.data_dir, config.prepared_dir, say, **bad)

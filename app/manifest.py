@@ -101,6 +101,11 @@ class Manifest:
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+def prepared_path(dataset: str, prepared_dir: str, shards: int, seed: int) -> str:
+    """The folder of a prepared data set."""
+    return os.path.join(prepared_dir, f"{re.sub(r'[^A-Za-z0-9._-]+', '_', dataset)}-{shards}shards-seed{seed}")
+
+
 def load(directory: str) -> Manifest:
     """Reads the manifest in `directory`; the files that it names are not looked at.
 

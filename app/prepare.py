@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import platform
-import re
 import shutil
 import sys
 import time
@@ -20,17 +19,12 @@ import tensorflow as tf
 
 import app
 from app import records, sources
-from app.manifest import Manifest, Split, check_files, load, own_folder, publish, save
+from app.manifest import Manifest, Split, check_files, load, own_folder, prepared_path, publish, save
 from app.records import PrepareError
 
 _ORIGIN = "origin.json"
 _AHEAD = 256  # examples that are read, and held in memory, at a time
 _SAY_EVERY_S = 3
-
-
-def prepared_path(dataset: str, prepared_dir: str, shards: int, seed: int) -> str:
-    """The folder of a prepared data set."""
-    return os.path.join(prepared_dir, f"{re.sub(r'[^A-Za-z0-9._-]+', '_', dataset)}-{shards}shards-seed{seed}")
 
 
 def prepare(

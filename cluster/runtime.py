@@ -78,7 +78,8 @@ def run(main, identical=True, intra_op_threads=1, seed=0, communication="auto", 
             strategy = make_strategy(communication)
         signals.started()
         status = main(strategy) or 0
-        agreement.leave_together(me)
+        if status == 0:
+            agreement.leave_together(me)
     except spec.ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
         status = 2
