@@ -45,6 +45,8 @@ def main(arguments: list[str]) -> int:
         return commands[command](arguments)
     except (config_module.UsageError, spec.ClusterError) as error:
         return _told(error, 2)
+    except KeyboardInterrupt:  # in a command that is this process's alone
+        return _told("interrupted", 130)
 
 
 def _train(arguments):

@@ -48,7 +48,8 @@ def prepare(config: Config, say=print, limit=None) -> Manifest:
     place = config.prepared_path()
     try:
         if config.dataset == "imagenet":
-            return imagenet.scan_imagenet(config.data_dir, config.prepared_dir, say, **bad)
+            look = config.on_bad_record == "skip"  # what is to be left out has to be known before training
+            return imagenet.scan_imagenet(config.data_dir, config.prepared_dir, say, verify_images=look, **bad)
         if limit and not os.path.exists(place):
             examples = len(sources.open_source(config.dataset, config.data_dir).train)
             if examples > limit:

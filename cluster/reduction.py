@@ -64,7 +64,7 @@ class Reduction:
 
         def who_is_where():
             replica = replica_id()
-            return self._gather(replica, tf.constant([replica]))
+            return self._gather(replica, tf.constant([float(replica)]))
 
         by_rank = strategy.experimental_local_results(tf.function(lambda: strategy.run(who_is_where))())[0]
         self._replica_of_rank = [int(r) for r in by_rank]

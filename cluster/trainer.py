@@ -57,7 +57,6 @@ class Trainer(keras.Model):
             )
         self.seed = seed
         self.reduction = Reduction(self.distribute_strategy, self.logical_replicas, identical, communication)
-        self._step = Step(self)
         self._training_metrics = True
         self._steps_per_epoch, self._steps_done = None, 0
 
@@ -174,8 +173,10 @@ class Trainer(keras.Model):
                 self._symbolic_build(data_batch=spec)
             losses.check_metrics(self, spec)
         if self._step.trace(training, spec, self._jit_passes):
-            self.train_function = self.train_function if not training else None
-            self.test_function = self.test_function if training else None
+            if training:
+                self.train_function = None
+            else:
+                self.test_function = None
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         # Keras would reduce the first batch over the workers to learn its shapes, and fail: "Attempt to convert a value

@@ -203,3 +203,52 @@ def test_memory_does_not_grow_over_twenty_epochs(streams):
 
     start = epochs(3)
     assert epochs(20) - start < 20_000  # KiB
+
+
+def test_evaluation_callbacks_see_the_steps_asked_for_and_count_the_whole_set(streams, prepared, devices):
+    import keras
+
+    import cluster
+    from app import preprocessing
+    from app.callbacks import EvaluateAt
+    from app.streams import EvaluationStreams
+
+    manifest = prepared("synthetic:8x8x1:3:96", 8)
+    made = streams("synthetic:8x8x1:3:96", 8, 4)
+    held_out = EvaluationStreams(manifest, preprocessing.make("cifar", (8, 8, 1), 0.5, 0.25), 4, 4 * EACH)
+    seen = {}
+    for replicas in (1, 2):
+        keras.utils.set_random_seed(1)
+        with devices(replicas).scope():
+            layers = [keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dropout(0.5), keras.layers.Dense(3)]
+            model = cluster.Trainer(keras.Sequential(layers), 4 * EACH, 4)
+            model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+        said = []
+        callback = EvaluateAt(held_out, every=5, steps=[3], at_start=True, say=lambda text, **_: said.append(text))
+        history = model.fit(made, epochs=2, validation_data=held_out, callbacks=[callback], verbose=0).history
+        assert [step for step, _ in callback.seen] == [0, 3, 5, 10, 15]
+        assert made.steps == 8
+        assert model.examples_evaluated == 24
+        assert all("[24 examples]" in line for line in said)
+        seen[replicas] = history, callback.seen
+    assert seen[1] == seen[2]
+    losses = [logs["loss"] for _, logs in seen[1][1]]
+    assert len(set(losses)) == len(losses)
+
+
+def test_without_a_learning_rate_evaluation_is_constant(streams, prepared, devices):
+    import keras
+
+    import cluster
+    from app import preprocessing
+    from app.streams import EvaluationStreams
+
+    manifest = prepared("synthetic:8x8x1:3:96", 8)
+    held_out = EvaluationStreams(manifest, preprocessing.make("cifar", (8, 8, 1), 0.5, 0.25), 4, 4 * EACH)
+    with devices(2).scope():
+        layers = [keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(3)]
+        model = cluster.Trainer(keras.Sequential(layers), 4 * EACH, 4)
+        model.compile(keras.optimizers.SGD(0.0), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    made = streams("synthetic:8x8x1:3:96", 8, 4)
+    history = model.fit(made, epochs=3, validation_data=held_out, verbose=0).history
+    assert len(set(history["val_loss"])) == 1
