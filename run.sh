@@ -19,7 +19,7 @@ find_python() {
 install() {
     local requirements=$root/$1 stamp=$venv/.$1.installed sum
     sum=$(cat "$root"/requirements*.txt | cksum)
-    [[ -f $stamp && $(<"$stamp") == "$sum" ]] && return
+    [[ -x $venv/bin/python && -f $stamp && $(<"$stamp") == "$sum" ]] && return
     if [[ ! -x $venv/bin/python ]] || ! fits "$venv/bin/python"; then
         local python
         python=$(find_python)

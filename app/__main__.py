@@ -61,9 +61,9 @@ def _evaluate(arguments):
         try:
             with open(os.path.join(config.run_dir, "config.json")) as file:
                 recorded = json.load(file)
-        except (OSError, ValueError) as error:
+            base = {name: recorded[name] for name in config_module.Config.__dataclass_fields__}
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise config_module.UsageError(f"--run_dir={config.run_dir} is no run: {error}; or name a --keras_file") from None
-        base = {name: recorded[name] for name in config_module.Config.__dataclass_fields__ if name in recorded}
         run_dir = config.run_dir
         config, workers, extra = config_module.parse([*arguments, f"--run_dir={run_dir}"], names, base)
         extra["keras_file"] = os.path.join(run_dir, "model.keras")
@@ -74,6 +74,7 @@ def _evaluate(arguments):
 
 def _prepare(arguments):
     config, _, extra = config_module.parse(arguments, ("for_training",))
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # it needs no GPU, and TensorFlow would take all of its memory
     with quiet.hushed():
         from app import data
     if extra["for_training"]:
@@ -100,9 +101,8 @@ def _on_workers(command, config, workers, extra, part):
     if problem := config_module.batch_problem(config.global_batch_size, config.logical_replicas, workers):
         raise config_module.UsageError(problem)
     program = [sys.executable, "-m", "app"]
-    if not os.path.exists(config.prepared_path()):  # once, instead of in each worker; it needs no GPU
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
-        done = subprocess.run([*program, "prepare", "--for_training=yes", *config.to_flags()], env=environment)
+    if not os.path.exists(config.prepared_path()):  # once, instead of in each worker
+        done = subprocess.run([*program, "prepare", "--for_training=yes", *config.to_flags()])
         if done.returncode:
             return done.returncode
     flags = [f"--{name}={value}" for name, value in extra.items() if value]

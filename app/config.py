@@ -30,8 +30,9 @@ class UsageError(ValueError):
     """A user's mistake; each line of the message says what is wrong, with which value, and what to do."""
 
 
-def _field(default, group, text, choices=None, least=None, result=True, open=False):
-    metadata = {"group": group, "help": text, "choices": choices, "least": least, "result": result, "open": open}
+def _field(default, group, text, choices=None, least=None, most=2**31 - 1, result=True, open=False):
+    metadata = {"group": group, "help": text, "choices": choices, "result": result, "open": open}
+    metadata |= {"least": least, "most": most}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -47,7 +48,7 @@ class Config:
     )
     seed: int = _field(1, "Run", "of the initial weights, the order of examples, augmentation, dropout", least=0)
     epochs: int = _field(10, "Run", "passes over the training examples", least=1)
-    steps: int = _field(0, "Run", "stop after so many steps instead; 0: by --epochs", least=0)
+    steps: int = _field(0, "Run", "stop after exactly so many steps; 0: by --epochs", least=0)
     data_dir: str = _field("", "Data", "folder with the raw files of the data set", result=False)
     prepared_dir: str = _field("data/prepared", "Data", "folder for prepared data: TFRecord shards, manifests", result=False)
     shards: int = _field(64, "Data", "training shards; K divides them", least=1)
@@ -126,13 +127,13 @@ def parse(arguments: list[str], extra: tuple[str, ...] = (), base: dict | None =
         raise UsageError("\n".join(problems))
     values["logical_replicas"] = values["logical_replicas"] or tree.default_logical_replicas(values["global_batch_size"])
     config = Config(**values)
-    if problem := batch_problem(config.global_batch_size, config.logical_replicas, given.workers or 1):
+    if problem := batch_problem(config.global_batch_size, config.logical_replicas, 1):
         raise UsageError(problem)
     config = dataclasses.replace(config, run_dir=config.run_dir or config.default_run_dir())
     return config, given.workers, {name: getattr(given, name) or "" for name in extra}
 
 
-def batch_problem(batch: int, logical_replicas: int, replicas: int) -> str | None:
+def batch_problem(batch: int, logical_replicas: int, replicas: int, what: str = "--workers={}") -> str | None:
     """What is wrong with B, K and N: K must divide B, and N must divide K. None if nothing is."""
     if batch % logical_replicas:
         near = batch // logical_replicas * logical_replicas
@@ -143,7 +144,7 @@ def batch_problem(batch: int, logical_replicas: int, replicas: int) -> str | Non
         )
     if logical_replicas % replicas:
         return (
-            f"--workers={replicas} cannot share {logical_replicas} logical replicas evenly: use --workers out of "
+            f"{what.format(replicas)} cannot share {logical_replicas} logical replicas evenly: use one of "
             f"{', '.join(map(str, tree.divisors(logical_replicas)))}, or --logical_replicas={replicas} or a multiple of it"
         )
     return None
@@ -177,7 +178,7 @@ def _parsed(arguments, extra=()):
         near = difflib.get_close_matches(error.flagname, list(values), n=1)
         raise UsageError(f"--{error.flagname} is no flag{f'; did you mean --{near[0]}?' if near else ''}") from None
     except flags.Error as error:
-        raise UsageError(str(error).replace("flag --", "--")) from None
+        raise UsageError(str(error).removeprefix("ERROR:: ").replace("flag --", "--")) from None
     if rest:
         raise UsageError(f"{rest[0]!r} is not a flag; flags are written --name=value")
     return values
@@ -191,6 +192,8 @@ def _problem(field, value):
         return f"--{field.name}={value} is unknown{f'; did you mean {near[0]}?' if near else ''} One of: {', '.join(choices)}"
     if least is not None and value < least:
         return f"--{field.name}={value}: at least {least}"
+    if least is not None and value > field.metadata["most"]:
+        return f"--{field.name}={value}: at most {field.metadata['most']}"
     if field.type is float and not 0 <= value < float("inf"):
         return f"--{field.name}={value}: a number, 0 or more"
     return None

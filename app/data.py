@@ -65,7 +65,7 @@ def prepare(config: Config, say=print, limit=None) -> Manifest:
         raise UsageError(str(error)) from None
 
 
-def load(config: Config, say=print, first_step=0) -> Data:
+def load(config: Config, say=print) -> Data:
     """Opens the data of a run; see `prepare`."""
     manifest = prepare(config, say, BY_ITSELF)
     treatment = preprocessing.make(
@@ -73,7 +73,7 @@ def load(config: Config, say=print, first_step=0) -> Data:
     )
     replicas, batch = config.logical_replicas, config.global_batch_size
     try:
-        training = TrainingStreams(manifest, treatment, replicas, batch, config.seed, first_step, config.shuffle_buffer)
+        training = TrainingStreams(manifest, treatment, replicas, batch, config.seed, shuffle_buffer=config.shuffle_buffer)
     except ShardsError as error:
         raise UsageError(str(error)) from None
     evaluation = None

@@ -1,15 +1,15 @@
 """Evaluation of a saved model: every held-out example once, on any number of workers, with the same numbers to the last bit."""
 
+import hashlib
 import os
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from app import data as data_module
 from app import faults, report
 from app.config import Config, UsageError
-from app.train import compile_trainer, trainer
+from app.train import compile_trainer, open_data, trainer
 from cluster import spec
 
 
@@ -46,7 +46,14 @@ def evaluate(config: Config, strategy, keras_file: str, confusion: str = "", pre
     me = spec.from_environment()
     chief = strategy.extended.should_checkpoint
     say = print if chief else lambda *_, **__: None
-    data = data_module.load(config, say)
+    for flag, path in (("confusion", confusion), ("predictions", predictions)):
+        if path and not os.access(os.path.dirname(path) or ".", os.W_OK):
+            raise UsageError(f"--{flag}={path}: there is no such folder, or it cannot be written")
+    if not tf.io.gfile.exists(keras_file):
+        raise UsageError(f"--keras_file={keras_file} does not exist")
+    with tf.io.gfile.GFile(keras_file, "rb") as file:
+        model_sha256 = hashlib.sha256(file.read()).hexdigest()
+    data = open_data(config, strategy, me, say, model=model_sha256)
     classes = data.manifest.classes
     if data.evaluation is None:
         raise UsageError(f"{config.dataset} has no held-out examples to evaluate")
@@ -72,11 +79,9 @@ def evaluate(config: Config, strategy, keras_file: str, confusion: str = "", pre
 
 
 def _open(keras_file, data):
-    if not tf.io.gfile.exists(keras_file):
-        raise UsageError(f"--keras_file={keras_file} does not exist")
     try:
         plain = keras.models.load_model(keras_file, compile=False)
-    except (ValueError, OSError) as error:
+    except (ValueError, TypeError, OSError) as error:
         raise UsageError(f"--keras_file={keras_file} cannot be opened: {str(error).splitlines()[0]}") from None
     wanted, found = (*data.image_shape, len(data.manifest.classes)), (*plain.input_shape[1:], plain.output_shape[-1])
     if wanted != found:

@@ -5,12 +5,21 @@ with the manifest before training, and when a step fails, the worker that met th
 """
 
 import contextlib
+import sys
 
 import tensorflow as tf
 
 from app import manifest as manifest_module
 from app import records
 from app.data import Data
+
+# What TensorFlow raises for damaged records; not what it raises when memory or another worker is gone.
+_OF_DATA = (
+    tf.errors.DataLossError,
+    tf.errors.InvalidArgumentError,
+    tf.errors.NotFoundError,
+    tf.errors.OutOfRangeError,
+)
 
 
 class DataFault(ValueError):
@@ -38,7 +47,8 @@ def named(data: Data, me):
     """Within the block, an error of TensorFlow that comes from this worker's data is raised as a DataFault."""
     try:
         yield
-    except tf.errors.OpError as error:
+    except _OF_DATA as error:
+        print("a step failed on its data; looking for the damaged record in this worker's files", file=sys.stderr, flush=True)
         if fault := _find(data, me):
             raise DataFault(fault) from error
         raise

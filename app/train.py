@@ -36,23 +36,18 @@ def train(config: config_module.Config, strategy) -> dict:
     chief = strategy.extended.should_checkpoint
     say = print if chief else lambda *_, **__: None
     replicas = strategy.num_replicas_in_sync
-    if problem := config_module.batch_problem(config.global_batch_size, config.logical_replicas, replicas):
-        raise config_module.UsageError(problem)
-
-    data = data_module.load(config, say)
-    faults.check_files(data, me)
-    agree(me, {**config.result_fields(), "data manifest": data.manifest.digest()})
-    steps_per_epoch, epochs = data.training.steps, config.epochs
-    if config.steps:
-        steps_per_epoch = min(steps_per_epoch, config.steps)
-        epochs = -(-config.steps // steps_per_epoch)
+    data = open_data(config, strategy, me, say)
+    if chief:
+        _make_run_dir(config)
+    steps_per_epoch = data.training.steps
+    epochs = -(-config.steps // steps_per_epoch) if config.steps else config.epochs
     _narrate(config, data, replicas, steps_per_epoch, epochs, say)
 
     keras.config.set_dtype_policy(config.dtype)
     with strategy.scope():
-        plain = build(config.model, data.image_shape, len(data.manifest.classes))
+        plain = _network(config, data)
         model = trainer(config, plain)
-        compile_trainer(model, optimizer(config, epochs * steps_per_epoch), config, len(data.manifest.classes))
+        compile_trainer(model, optimizer(config, config.steps or epochs * steps_per_epoch), config, len(data.manifest.classes))
     if chief:
         _write_config(config, data.manifest, replicas)
     say(f"{plain.count_params():,} parameters; tracing the first step", flush=True)
@@ -64,6 +59,7 @@ def train(config: config_module.Config, strategy) -> dict:
             data.training,
             steps_per_epoch=steps_per_epoch,
             epochs=epochs,
+            total_steps=config.steps or None,
             validation_data=data.evaluation,
             callbacks=[
                 callbacks.EvaluateAt(data.evaluation, config.eval_every_steps, steps, config.eval_at_start, say),
@@ -84,6 +80,39 @@ def train(config: config_module.Config, strategy) -> dict:
     say(f"saved   {path}, {os.path.join(config.run_dir, 'config.json')}")
     say(f"sha256  {sha256}  (weights, optimizer, metrics: the same for any number of workers)", flush=True)
     return {"sha256": sha256, "history": history, "seconds": seconds}
+
+
+def open_data(config, strategy, me, say, **facts) -> data_module.Data:
+    """The data of a run, checked; and the workers' agreement on it, on the configuration, and on further `facts`.
+
+    Raises:
+      UsageError, faults.DataFault, cluster.spec.ClusterError: each in one line.
+    """
+    replicas = strategy.num_replicas_in_sync
+    what = "{} replicas (workers times the GPUs of each)"
+    if problem := config_module.batch_problem(config.global_batch_size, config.logical_replicas, replicas, what):
+        raise config_module.UsageError(problem)
+    data = data_module.load(config, say)
+    faults.check_files(data, me)
+    places = ("data_dir", "prepared_dir", "run_dir")
+    same = {name: value for name, value in dataclasses.asdict(config).items() if name not in places}
+    agree(me, {**same, "data manifest": data.manifest.digest(), **facts})
+    return data
+
+
+def _make_run_dir(config):
+    try:
+        tf.io.gfile.makedirs(config.run_dir)
+    except tf.errors.OpError as error:
+        raise config_module.UsageError(f"--run_dir={config.run_dir} cannot be made: {error.message}") from None
+
+
+def _network(config, data):
+    try:
+        return build(config.model, data.image_shape, len(data.manifest.classes))
+    except ValueError as error:
+        reason = str(error).splitlines()[0]
+        raise config_module.UsageError(f"--model={config.model} cannot take images of {data.image_shape}: {reason}") from None
 
 
 def trainer(config, plain) -> Trainer:
@@ -142,7 +171,6 @@ def _narrate(config, data, replicas, steps_per_epoch, epochs, say):
 
 def _write_config(config, manifest, replicas):
     """Leaves what this run was made of beside its model, whole or not at all."""
-    tf.io.gfile.makedirs(config.run_dir)
     record = {
         **dataclasses.asdict(config),
         "replicas": replicas,

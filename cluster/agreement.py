@@ -44,12 +44,13 @@ def agree(me: Member | None, facts: dict[str, object], timeout_s: float = 600) -
         raise ClusterError(verdict)
 
 
-def leave_together(me: Member | None, timeout_s: float = 600) -> None:
+def leave_together(me: Member | None, timeout_s: float = 86400) -> None:
     """Nobody leaves before all have finished, and the chief, which holds the service, leaves last. Every worker calls it last.
 
     Symptoms without: a worker whose last collective is done leaves, and one that still fetches data from it hangs; the chief
     leaves, and the others print "Failed to send RPC to coordination service ... preempted/died" (tensorflow#58434). So all
-    report that they have finished, then every worker reports that it leaves and is gone at once, and the chief follows.
+    report that they have finished (the chief may write for long; a worker that is lost ends the wait at once), then every
+    worker reports that it leaves and is gone at once, and the chief follows.
     """
     if me is None or me.workers == 1:
         return

@@ -73,6 +73,8 @@ def training(dataset, global_batch_size, strategy, steps_per_epoch=None):
         if cardinality < 0:
             raise ValueError("The data set's length is not known: pass steps_per_epoch.")
         steps_per_epoch = cardinality
+    if steps_per_epoch < 1:
+        raise ValueError(f"The data set has no batch of {global_batch_size}: it is smaller. Call .repeat() before .batch().")
     if cardinality > 0:
         dataset = dataset.repeat()
     return _arranged(dataset, strategy), steps_per_epoch
@@ -101,6 +103,8 @@ def evaluation(data, strategy, logical_replicas, batch_size, steps=None):
             raise ValueError("The evaluation data set is endless: pass validation_steps (or steps).")
         if steps < 0:
             steps = int(data.reduce(np.int64(0), lambda count, _: count + 1))
+    if steps < 1:
+        raise ValueError("The evaluation data set is empty.")
 
     def pad(*batch):
         size = tf.shape(tf.nest.flatten(batch)[0])[0]

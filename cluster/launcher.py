@@ -36,10 +36,14 @@ def run(command: list[str], workers: int) -> int:
     processes, readers = [], []
     try:
         gpus = _gpus()
+        each = len(gpus) // workers
+        if gpus and not each:
+            print(f"{len(gpus)} GPUs for {workers} workers: all use the CPU", file=sys.stderr, flush=True)
         for number, tf_config in enumerate(spec.local_cluster(free_addresses(workers))):
             environment = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, "TF_CONFIG": tf_config, "PYTHONUNBUFFERED": "1"}
             if gpus:
-                environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[number::workers])
+                mine = gpus[number * each : (number + 1) * each]  # as many for each: one kind of replica
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine) or "-1"
             process = subprocess.Popen(
                 command,
                 env=environment,
@@ -50,7 +54,8 @@ def run(command: list[str], workers: int) -> int:
                 preexec_fn=_die_with_parent,
             )
             processes.append(process)
-            readers.append(threading.Thread(target=_relay, args=(process.stdout, f"[{number}] "), daemon=True))
+            relay = (process.stdout, f"[{number}] ", wanted)
+            readers.append(threading.Thread(target=_relay, args=relay, daemon=True))
             readers[-1].start()
         return _wait(processes, wanted)
     finally:
@@ -99,10 +104,13 @@ def free_addresses(count: int) -> list[str]:
         return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
 
 
-def _relay(stream, prefix):
+def _relay(stream, prefix, wanted):
     for line in stream:
-        sys.stdout.write(prefix + line.decode(errors="replace"))
-        sys.stdout.flush()
+        try:
+            sys.stdout.write(prefix + line.decode(errors="replace"))
+            sys.stdout.flush()
+        except OSError:  # nobody reads us any more: end, and take what still comes, so that no worker waits for us
+            wanted.append(signal.SIGPIPE)
 
 
 def _gpus() -> list[str]:

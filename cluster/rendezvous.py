@@ -5,6 +5,7 @@ thread of ours could speak up. Here every worker reports to the chief over TCP, 
 use, which are free again when TensorFlow opens its servers there.
 """
 
+import contextlib
 import json
 import socket
 import sys
@@ -53,7 +54,7 @@ def _gather(me, listener, deadline):
     here: dict[int, socket.socket] = {}
     tell_at = time.monotonic() + _TELL_EVERY_S
     try:
-        while missing := [number for number in range(1, me.workers) if number not in here]:
+        while missing := [n for n in range(1, me.workers) if n not in here or _gone(here[n])]:
             names = ", ".join(f"worker number {number} ({me.addresses[number]})" for number in missing)
             now = time.monotonic()
             if now > deadline:
@@ -74,12 +75,24 @@ def _gather(me, listener, deadline):
                     f"worker number {number} has another cluster in TF_CONFIG: {', '.join(addresses)}; "
                     f"the chief has {', '.join(me.addresses)}"
                 )
+            connection.setblocking(False)
             here[number] = connection
         for connection in here.values():
-            connection.sendall(b"go\n")
+            with contextlib.suppress(OSError):
+                connection.sendall(b"go\n")
     finally:
         for connection in here.values():
             connection.close()
+
+
+def _gone(connection):
+    """Whether the worker at the other end has left while it was waiting."""
+    try:
+        return connection.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _report(me, deadline):

@@ -134,7 +134,8 @@ def node_sum(one_pass, start: int, size: int, output_specs) -> list[tf.Tensor]:
     def body(leaf, stack):
         stack, value, carry = list(stack), one_pass(start + leaf), tf.constant(True)
         for level, left in enumerate(stack):
-            occupied = tf.bitwise.bitwise_and(leaf, 1 << level) > 0
+            with tf.device("CPU:0"):  # a condition computed on a GPU would make the host wait for it
+                occupied = tf.bitwise.bitwise_and(leaf, 1 << level) > 0
             stack[level] = tf.cond(carry & ~occupied, lambda: value, lambda: left)
             value = tf.cond(carry & occupied, lambda: reduction.add_lists(left, value), lambda: value)
             carry = carry & occupied

@@ -126,5 +126,7 @@ class _Signals:
         while True:
             ready, _, _ = select.select([self._reader], [], [], 0.2 if self._starting else None)
             if ready:
-                _end(128 + os.read(self._reader, 1)[0])
+                number = os.read(self._reader, 1)[0]
+                if number in (signal.SIGINT, signal.SIGTERM):  # another may have a handler of the user's
+                    _end(128 + number)
             ctypes.pythonapi.PyOS_setsig(signal.SIGTERM, self._handler)

@@ -72,8 +72,8 @@ class Trainer(keras.Model):
         """Keras's `compile`. `jit_compile=True` applies to the passes: XLA has no collectives on CPU.
 
         Raises:
-          ValueError: for `run_eagerly`; for `gradient_accumulation_steps`, which logical replicas replace; for losses
-            whose reduction cannot mean the same for every N (`losses.check`).
+          ValueError: for `run_eagerly`; for `gradient_accumulation_steps`, which logical replicas replace; for
+            `ema_overwrite_frequency`; for losses whose reduction cannot mean the same for every N (`losses.check`).
         """
         if kwargs.get("run_eagerly"):
             raise ValueError("run_eagerly=True is not supported: a step is one graph on all workers.")
@@ -88,6 +88,11 @@ class Trainer(keras.Model):
                     f"gradient_accumulation_steps={part.gradient_accumulation_steps} is not supported: logical replicas "
                     "accumulate. Multiply global_batch_size and logical_replicas by it instead."
                 )
+            if part.use_ema and part.ema_overwrite_frequency:
+                raise ValueError(
+                    f"ema_overwrite_frequency={part.ema_overwrite_frequency} is not supported: Keras fails at it under "
+                    "tf.distribute. Without it, fit ends with the averages as weights."
+                )
             # It gets the finished global gradient; Keras would add that up over the replicas once more, in
             # keras/src/backend/tensorflow/optimizer.py. (test_two_workers_train_the_same_weights_as_one tells.)
             part._all_reduce_sum_gradients = lambda gradients_and_variables: gradients_and_variables
@@ -97,13 +102,24 @@ class Trainer(keras.Model):
 
     # ---- fit and evaluate: Keras's own, on checked data --------------------------------------------------------------
 
-    def fit(self, x=None, *, steps_per_epoch=None, validation_data=None, validation_steps=None, class_weight=None, **kwargs):
+    def fit(
+        self,
+        x=None,
+        *,
+        steps_per_epoch=None,
+        total_steps=None,
+        validation_data=None,
+        validation_steps=None,
+        class_weight=None,
+        **kwargs,
+    ):
         """Keras's `fit` on a tf.data.Dataset of global batches (x, y[, sample_weight]), or on streams.
 
         Args:
           x: a tf.data.Dataset of batches of exactly B examples, finite, or endless with `steps_per_epoch`; or
             `datasets.Streams`, of which each worker reads its part alone.
           validation_data: a tf.data.Dataset of batches of any size, arrays (x, y[, sample_weight]), or `datasets.Streams`.
+          total_steps: stop after so many steps, also in the middle of an epoch.
           class_weight, validation_steps, other arguments: as in Keras.
         Raises:
           ValueError: see `datasets.training`, `datasets.evaluation` and `losses`.
@@ -123,13 +139,13 @@ class Trainer(keras.Model):
         if validation_data is not None:
             validation_data, validation_steps = self._evaluation_data(validation_data, validation_steps)
         self._steps_per_epoch, self._steps_done = steps_per_epoch, 0
+        self._steps_left = float("inf") if total_steps is None else total_steps
         return super().fit(
             x,
             steps_per_epoch=steps_per_epoch,
             validation_data=validation_data,
             validation_steps=validation_steps,
-            shuffle=False,  # the data set has its order
-            **kwargs,
+            **{**kwargs, "shuffle": False},  # the data set has its order
         )
 
     def evaluate(self, x=None, y=None, batch_size=None, verbose="auto", sample_weight=None, steps=None, **kwargs):
@@ -188,8 +204,11 @@ class Trainer(keras.Model):
             several_steps = self._on_iterator(self._step.train)
 
             def train_function(iterator):
-                steps = min(self.steps_per_execution, self._steps_per_epoch - self._steps_done)  # cut at the epoch's end
+                in_epoch = self._steps_per_epoch - self._steps_done
+                steps = min(self.steps_per_execution, in_epoch, self._steps_left)  # cut at the epoch's and the run's end
                 self._steps_done = (self._steps_done + steps) % self._steps_per_epoch
+                self._steps_left -= steps
+                self.stop_training |= self._steps_left == 0
                 return several_steps(iterator, tf.constant(steps))
 
             self.train_function = train_function

@@ -11,9 +11,9 @@ from app import config
 
 
 def test_the_recipe_of_a_data_set_is_its_default_and_flags_come_on_top():
-    resolved, workers = config.parse(["--dataset=digits", "--epochs=3", "--workers=2"])
+    resolved, workers, _ = config.parse(["--dataset=digits", "--epochs=3", "--workers=2"])
     assert (resolved.optimizer, resolved.epochs, resolved.logical_replicas, workers) == ("adam", 3, 4, 2)
-    assert config.parse(resolved.to_flags()) == (resolved, None)
+    assert config.parse(resolved.to_flags()) == (resolved, None, {})
 
 
 def test_run_directories_differ_exactly_if_results_may():
@@ -31,10 +31,11 @@ def test_run_directories_differ_exactly_if_results_may():
         (["--model=small_cn"], "did you mean small_cnn"),
         (["--epoch=3"], "--epochs"),
         (["--optimizer=sdg"], "did you mean sgd"),
-        (["--workers=3"], "--workers out of 1, 2, 4"),
         (["--workers=0"], "at least 1"),
         (["--logical_replicas=3"], "126 or 129"),
         (["--global_batch_size=0"], "at least 1"),
+        (["--seed=99999999999"], "at most 2147483647"),
+        (["--eval_at_steps=5,x"], "--eval_at_steps=5,x"),
         (["--learning_rate=fast"], "learning_rate"),
         (["--learning_rate=nan"], "--learning_rate=nan"),
         (["stray"], "'stray'"),

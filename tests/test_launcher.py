@@ -1,6 +1,7 @@
 """Every ending of a local cluster: the exit status tells, it comes in time, and nothing is left running."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -77,9 +78,9 @@ def test_each_worker_has_its_index_the_same_cluster_and_a_prefix(script):
 
 def test_gpus_are_shared_out_without_overlap(script):
     program = script("print('gpus', os.environ['CUDA_VISIBLE_DEVICES'])")
-    run = Launched("cluster.launcher", "--workers=2", program, CUDA_VISIBLE_DEVICES="0,1,2,5")
+    run = Launched("cluster.launcher", "--workers=2", program, CUDA_VISIBLE_DEVICES="0,1,2,5,6")
     assert run.end(within=20) == 0
-    assert sorted(run.lines) == ["[0] gpus 0,2\n", "[1] gpus 1,5\n"]
+    assert sorted(run.lines) == ["[0] gpus 0,1\n", "[1] gpus 2,5\n"]
 
 
 @pytest.mark.parametrize(
@@ -194,10 +195,11 @@ def test_a_training_ends_in_time_by_every_cause_four_times_in_a_row(tmp_path, en
 
 def ends_well(tmp_path, workers):
     """A short training whose output, standard error included, holds the expected lines and nothing else."""
-    flags = ["--steps=3", "--logical_replicas=12", "--global_batch_size=132", f"--run_dir={tmp_path}/run"]
+    places = [f"--run_dir={tmp_path}/run", f"--prepared_dir={tmp_path}/prepared"]
+    flags = ["--steps=3", "--logical_replicas=12", "--shards=12", "--global_batch_size=132", *places]
     run = Launched("app", "train", f"--workers={workers}", *flags)
     assert run.end(within=120) == 0, run.lines
-    expected = r"\[0\] (small_cnn on|global batch|[\d,]+ |epoch|trained|held|saved|sha256|$)"
+    expected = r"\[0\] (\S+: prepared before|small_cnn on|global batch|[\d,]+ |epoch|trained|held|saved|sha256|$)"
     assert [line for line in run.lines if not re.match(expected, line)] == []
     assert processes_left() == []
 
@@ -244,6 +246,19 @@ def test_a_worker_names_whom_it_waits_for_and_can_be_ended_meanwhile(script, ind
             process.kill()
 
 
+def hello_and_leave(member):
+    host, port = member.addresses[0].split(":")
+    time.sleep(1)
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.sendall(json.dumps({"number": member.number, "addresses": member.addresses}).encode() + b"\n")
+
+
+def arrive_late(member):
+    time.sleep(2)
+    with contextlib.suppress(spec.ClusterError):
+        rendezvous.meet(member, timeout_s=3)
+
+
 def test_workers_that_do_not_meet_end_with_a_line_that_says_why():
     ours, theirs = free_addresses(2), free_addresses(2)
     one, two = (spec.parse(text) for text in spec.local_cluster(ours))
@@ -257,6 +272,16 @@ def test_workers_that_do_not_meet_end_with_a_line_that_says_why():
         other.listen()
         with pytest.raises(spec.ClusterError, match=f"{ours[0]}: Address already in use"):
             rendezvous.meet(one, timeout_s=0.1)
+
+    three = free_addresses(3)  # the second comes, and leaves again: it is not counted as there
+    chief, second, third = (spec.parse(text) for text in spec.local_cluster(three))
+    threads = [threading.Thread(target=hello_and_leave, args=(second,)), threading.Thread(target=arrive_late, args=(third,))]
+    for thread in threads:
+        thread.start()
+    with pytest.raises(spec.ClusterError, match=f"{three[1]}.*did not start in time"):
+        rendezvous.meet(chief, timeout_s=4)
+    for thread in threads:
+        thread.join()
     swapped = spec.parse(spec.local_cluster([ours[0], theirs[1]])[1])
 
     def arrive():

@@ -240,11 +240,13 @@ def test_what_cannot_mean_the_same_for_every_number_of_workers_is_refused(device
         model.fit(cases.batches(x, y) if data is None else data, steps_per_epoch=1, verbose=0)
 
     accumulating = keras.optimizers.SGD(gradient_accumulation_steps=2)
+    overwriting = keras.optimizers.SGD(use_ema=True, ema_overwrite_frequency=3)
     examples = __import__("tensorflow").data.Dataset.from_tensor_slices((x, y))
     for says, arguments in {
         "20 or 24": {"batch": 21},
         "[1, 3]": {"logical": 3},
         "logical_replicas": {"optimizer": accumulating},
+        "ema_overwrite_frequency": {"optimizer": overwriting},
         "sum of the weights": {"loss": entropy(from_logits=True, reduction="mean_with_sample_weight")},
         "reduction=": {"loss": entropy(from_logits=True, reduction=None)},
         "run_eagerly": {"run_eagerly": True},
