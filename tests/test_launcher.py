@@ -127,6 +127,16 @@ def test_a_launcher_that_is_killed_takes_its_workers_along(script):
     assert processes_left() == []
 
 
+def test_output_that_nobody_reads_any_more_ends_all(script):
+    program = script("while True: print('x' * 1000, flush=True)")
+    command = [sys.executable, "-m", "cluster.launcher", "--workers=2", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(timeout=IN_TIME_S) == 128 + signal.SIGPIPE
+    assert processes_left() == []
+
+
 def test_a_worker_that_stays_after_the_others_is_ended(script):
     program = script(f"time.sleep(300 * {INDEX})")
     run = Launched("cluster.launcher", "--workers=2", program)
