@@ -75,6 +75,7 @@ def _evaluate(arguments):
 def _prepare(arguments):
     config, _, extra = config_module.parse(arguments, ("for_training",))
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # it needs no GPU, and TensorFlow would take all of its memory
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # and says at error level that there is none; faults come as exceptions
     with quiet.hushed():
         from app import data
     if extra["for_training"]:

@@ -98,6 +98,7 @@ def truncated(tensorflow, tmp_path):
 
 def test_a_truncated_jpeg_is_named_with_file_and_record_by_the_worker_that_reads_it(truncated):
     output = run_program("train", "--workers=2", *truncated, status=1)
+    assert "CUDA" not in output  # nothing of TensorFlow's own start
     [line] = [line for line in output.splitlines() if "error:" in line]
     assert line.startswith("[1] ")
     assert "train-00002-of-00004, record 5: " in line
