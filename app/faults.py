@@ -1,7 +1,7 @@
 """Damaged data, named: which file, which record, what is wrong with it.
 
-TensorFlow reports a damaged record without its file, and passes over some faults in silence. File sizes are therefore compared
-with the manifest before training, and when a step fails, the worker that met the fault looks through its own shards.
+TensorFlow reports a damaged record without its file. When a step fails on its data, the worker that met the fault looks
+through its own shards. (Missing and cut files are found before: opening prepared data compares their sizes with the manifest.)
 """
 
 import contextlib
@@ -9,7 +9,6 @@ import sys
 
 import tensorflow as tf
 
-from app import manifest as manifest_module
 from app import records
 from app.data import Data
 
@@ -24,22 +23,6 @@ _OF_DATA = (
 
 class DataFault(ValueError):
     """A record that cannot be used: one line with file, record number and reason."""
-
-
-def check_files(data: Data, me) -> None:
-    """Compares existence and size of the files that this worker reads with the manifest.
-
-    Args:
-      me: `cluster.spec.Member`, or None without a cluster.
-    Raises:
-      DataFault: names the file, its size and what it should be.
-    """
-    try:
-        manifest_module.check_files(data.manifest, data.manifest.train, _own(data, me))
-        if data.evaluation:
-            manifest_module.check_files(data.manifest, data.manifest.test)
-    except manifest_module.ManifestError as error:
-        raise DataFault(str(error)) from None
 
 
 @contextlib.contextmanager

@@ -93,7 +93,6 @@ def open_data(config, strategy, me, say, **facts) -> data_module.Data:
     if problem := config_module.batch_problem(config.global_batch_size, config.logical_replicas, replicas, what):
         raise config_module.UsageError(problem)
     data = data_module.load(config, say)
-    faults.check_files(data, me)
     places = ("data_dir", "prepared_dir", "run_dir")
     same = {name: value for name, value in dataclasses.asdict(config).items() if name not in places}
     agree(me, {**same, "data manifest": data.manifest.digest(), **facts})

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import uuid
@@ -75,6 +76,18 @@ def devices(tensorflow):
         return made[n]
 
     return strategy
+
+
+def run_program(*flags, status=0, timeout=300) -> str:
+    """All that the program prints, when it has ended with this status."""
+    done = subprocess.run([sys.executable, "-m", "app", *flags], capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def sha256(output: str) -> str:
+    """The hash in a summary."""
+    return re.search(r"sha256 +([0-9a-f]{64}) ", output)[1]
 
 
 class Clusters:

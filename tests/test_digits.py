@@ -2,20 +2,9 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
-
-
-def run_program(*flags, timeout=300):
-    done = subprocess.run([sys.executable, "-m", "app", *flags], capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def sha256(output):
-    return re.search(r"sha256 +([0-9a-f]{64}) ", output)[1]
+from conftest import run_program, sha256
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,10 @@
 
 import io
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from conftest import run_program, sha256
 
 TRAIN = ["--model=small_cnn", "--image_size=16", "--global_batch_size=16", "--logical_replicas=2", "--epochs=2"]
 
@@ -52,16 +51,6 @@ def write_imagenet(folder, truncate=None):
                         "image/class/label": tf.train.Feature(int64_list=tf.train.Int64List(value=[1 + i % 3])),
                     }
                     writer.write(tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString())
-
-
-def run_program(*flags, status=0):
-    done = subprocess.run([sys.executable, "-m", "app", *flags], capture_output=True, text=True, timeout=300)
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-def sha256(output):
-    return re.search(r"sha256 +([0-9a-f]{64}) ", output)[1]
 
 
 @pytest.mark.parametrize(
