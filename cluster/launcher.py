@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -41,6 +42,8 @@ def run(command: list[str], workers: int) -> int:
             print(f"{len(gpus)} GPUs for {workers} workers: all use the CPU", file=sys.stderr, flush=True)
         for number, tf_config in enumerate(spec.local_cluster(free_addresses(workers))):
             environment = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, "TF_CONFIG": tf_config, "PYTHONUNBUFFERED": "1"}
+            if sys.stdout.isatty():  # a line that begins with CR is shown as a bar
+                environment["LOCKSTEP_BAR"] = str(shutil.get_terminal_size().columns - len("[0] "))
             if gpus:
                 mine = gpus[number * each : (number + 1) * each]  # as many for each: one kind of replica
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine) or "-1"
@@ -105,9 +108,12 @@ def free_addresses(count: int) -> list[str]:
 
 
 def _relay(stream, prefix, wanted):
+    clear = "\r\x1b[K" if sys.stdout.isatty() else ""
     for line in stream:
+        text = line.decode(errors="replace")
+        bar = bool(clear) and text.startswith("\r")
         try:
-            sys.stdout.write(prefix + line.decode(errors="replace"))
+            sys.stdout.write(clear + prefix + (text.strip() if bar else text))
             sys.stdout.flush()
         except OSError:  # nobody reads us any more: end, and take what still comes, so that no worker waits for us
             wanted.append(signal.SIGPIPE)
@@ -138,8 +144,9 @@ def main(arguments=None) -> int:
     options = parser.parse_args(arguments)
     if options.workers < 1:
         parser.error(f"--workers={options.workers}: at least 1")
-    if "TF_CONFIG" in os.environ:
-        parser.error("TF_CONFIG is set: this process is a worker of that cluster already. Unset it, or run the program itself")
+    if spec.environment_names_a_cluster():
+        origin = "TF_CONFIG" if "TF_CONFIG" in os.environ else "Slurm"
+        parser.error(f"{origin} says that this process is a worker of a cluster already: run the program itself")
     return run([sys.executable, options.program, *options.arguments], options.workers)
 
 

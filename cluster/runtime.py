@@ -7,6 +7,7 @@ still there when the chief leaves. `run` answers those.
 """
 
 import ctypes
+import json
 import os
 import random
 import select
@@ -55,7 +56,7 @@ def make_strategy(communication="auto"):
     return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
 
 
-def run(main, identical=True, intra_op_threads=1, seed=0, communication="auto", verbose=False):
+def run(main, identical=True, intra_op_threads=1, seed=0, communication="auto", verbose=False, instead=None):
     """Runs `main(strategy)` as this process's part in the cluster, and ends the process when all have finished.
 
     Does not return: a worker may neither leave before the others have finished nor stay when they have failed. The exit
@@ -67,12 +68,19 @@ def run(main, identical=True, intra_op_threads=1, seed=0, communication="auto", 
       identical, intra_op_threads, seed: see `configure`.
       communication: see `make_strategy`.
       verbose: show TensorFlow's start-up messages.
+      instead: (exit status, text) to end with instead of starting, on every worker; the chief's decides.
     """
     try:
         me = spec.from_environment()
+        if me:
+            os.environ["TF_CONFIG"] = me.tf_config  # where TensorFlow looks, also if Slurm told us
         signals = _Signals()
         if me and me.workers > 1:
-            rendezvous.meet(me)
+            instead = json.loads(rendezvous.meet(me, word=json.dumps(instead)))
+        if instead:
+            status, text = instead
+            print(text, file=sys.stderr if status else sys.stdout)
+            _end(status)
         with quiet.hushed(not verbose):
             configure(identical, intra_op_threads, seed)
             strategy = make_strategy(communication)

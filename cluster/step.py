@@ -47,7 +47,12 @@ class Step:
         return True
 
     def train(self, data):
-        """One training step on this replica's part of the global batch, in replica context."""
+        """One training step on this replica's part of the global batch, in replica context.
+
+        Returns:
+          What is known of this step on every replica alike: (its metric sums, the norm of the global gradient before
+          clipping, the learning rate).
+        """
         trainer, optimizer = self._trainer, self._trainer.optimizer
         step = self.count.read_value()
         one_pass = self._passes[True][1]
@@ -56,6 +61,7 @@ class Step:
         )
         replicas = trainer.logical_replicas
         gradients = [g / tf.cast(replicas, g.dtype) for g in gradients]
+        norm = tf.linalg.global_norm([tf.cast(g, tf.float32) for g in gradients]) / self._loss_scale()
         # A dynamic loss scale skips a step whose gradient is not finite. Keras would keep that step's moving statistics,
         # infinities included (seen on Keras 3.15): they are committed only with the step.
         commit = optimizer.check_finite(gradients) if hasattr(optimizer, "check_finite") else None
@@ -63,10 +69,15 @@ class Step:
             variable = one_pass.state[position]
             mean = total // replicas if total.dtype.is_integer else total / tf.cast(replicas, total.dtype)
             variable.assign(mean if commit is None else tf.where(commit, mean, variable.value))
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        if trainer.schedule is not None:
+            inner.learning_rate.assign(trainer.schedule(inner.iterations))
+        learning_rate = tf.cast(tf.convert_to_tensor(inner.learning_rate), tf.float32)
         all_gradients = dict(zip(one_pass.differentiable, gradients, strict=True))
         optimizer.apply([all_gradients.get(i) for i in range(len(one_pass.weights))], one_pass.weights)
         self._add(self.sums[True], metric_sums)
         self.count.assign_add(1)
+        return metric_sums, norm, learning_rate
 
     def evaluate(self, data):
         """One evaluation step, in replica context; `data` is (element, valid). Padding does not reach the model."""
@@ -88,7 +99,7 @@ class Step:
         blocks = tf.nest.map_structure(lambda t: tf.reshape(t, [last - first, -1, *t.shape[1:]]), data)
         weights = [tf.convert_to_tensor(v.value) for v in one_pass.weights]
         state = [tf.convert_to_tensor(v.value) for v in one_pass.state]
-        loss_scale = tf.cast(trainer.optimizer.scale_loss(tf.constant(1.0)), tf.float32)
+        loss_scale = self._loss_scale()
 
         def of_logical_replica(k):
             seeds = layer_keys(trainer.seed, step, k, one_pass.seeds)
@@ -99,16 +110,18 @@ class Step:
             replica, [node_sum(of_logical_replica, *node, one_pass.output_specs) for node in reduction.nodes(replica)]
         )
 
+    def _loss_scale(self):
+        return tf.cast(self._trainer.optimizer.scale_loss(tf.constant(1.0)), tf.float32)
+
     @staticmethod
     def _add(variables, values):
         for variable, value in zip(variables, values, strict=True):
             variable.assign_add(tf.cast(value, variable.dtype))
 
-    def metric_values(self, training):
-        """(variable, value) for every metric variable, from the sums over all workers."""
-        return [
-            (v, tf.cast(total, v.dtype)) for v, total in zip(self._trainer.metrics_variables, self.sums[training], strict=True)
-        ]
+    def metric_values(self, training, sums=None):
+        """(variable, value) for every metric variable, from sums over all workers: those since the last reset, or `sums`."""
+        sums = self.sums[training] if sums is None else sums
+        return [(v, tf.cast(total, v.dtype)) for v, total in zip(self._trainer.metrics_variables, sums, strict=True)]
 
     def reset(self, training):
         """Sets the metric sums to zero."""

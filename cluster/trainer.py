@@ -11,8 +11,10 @@ in one fixed tree (`reduction.py`), one division by K, and one optimizer update 
 """
 
 import os
+import time
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 from tensorflow.python.framework.config import is_op_determinism_enabled
@@ -59,6 +61,7 @@ class Trainer(keras.Model):
         self.reduction = Reduction(self.distribute_strategy, self.logical_replicas, identical, communication)
         self._training_metrics = True
         self._steps_per_epoch, self._steps_done = None, 0
+        self._records, self._record_names = [], []
 
     def call(self, inputs, training=None):
         return self.model(inputs, training=training)
@@ -68,8 +71,16 @@ class Trainer(keras.Model):
         """t, the number of training steps taken."""
         return int(self._step.count.numpy())
 
-    def compile(self, optimizer="rmsprop", loss=None, loss_weights=None, metrics=None, *, jit_compile=False, **kwargs):
+    def compile(
+        self, optimizer="rmsprop", loss=None, loss_weights=None, metrics=None, *, jit_compile=False, schedule=None, **kwargs
+    ):
         """Keras's `compile`. `jit_compile=True` applies to the passes: XLA has no collectives on CPU.
+
+        Args:
+          schedule: the learning rate of each update, a function of the number of updates made (a scalar integer tensor), set
+            in the graph; the optimizer's own rate has to be a number then. Unlike a keras LearningRateSchedule it does not go
+            into saved files. None: the optimizer's own rate, or its own schedule.
+        Other arguments: as in Keras.
 
         Raises:
           ValueError: for `run_eagerly`; for `gradient_accumulation_steps`, which logical replicas replace; for
@@ -97,6 +108,7 @@ class Trainer(keras.Model):
             # keras/src/backend/tensorflow/optimizer.py. (test_two_workers_train_the_same_weights_as_one tells.)
             part._all_reduce_sum_gradients = lambda gradients_and_variables: gradients_and_variables
         super().compile(optimizer, losses.over_replicas(loss, self.logical_replicas), **kwargs)
+        self.schedule = schedule
         self._step = Step(self)
         self._jit_passes = jit_compile is True
 
@@ -209,26 +221,63 @@ class Trainer(keras.Model):
                 self._steps_done = (self._steps_done + steps) % self._steps_per_epoch
                 self._steps_left -= steps
                 self.stop_training |= self._steps_left == 0
-                return several_steps(iterator, tf.constant(steps))
+                logs, self._records = several_steps(iterator, tf.constant(steps))
+                return logs
 
             self.train_function = train_function
 
     def make_test_function(self, force=False):
         if force or self.test_function is None:
             several_steps = self._on_iterator(self._step.evaluate)
-            self.test_function = lambda iterator: several_steps(iterator, tf.constant(1))
+            self.test_function = lambda iterator: several_steps(iterator, tf.constant(1))[0]
 
     def _on_iterator(self, replica_step):
+        """The function (iterator, steps) -> (metrics since the last reset, records of the steps, stacked by name)."""
+
         @tf.function(autograph=False)
         def several_steps(iterator, steps):
-            def one_step(index):
-                self.distribute_strategy.run(replica_step, args=(next(iterator),))
-                return index + 1
+            def one_step(index, stacks):
+                began = _now()
+                with tf.control_dependencies([began]):
+                    data = next(iterator)
+                with tf.control_dependencies(tf.nest.flatten(data, expand_composites=True)):
+                    wait = tf.cast(_now() - began, tf.float32)
+                facts = self.distribute_strategy.run(replica_step, args=(data,))
+                if facts is None:  # an evaluation
+                    return index + 1, stacks
+                values = self._record(facts, wait)
+                self._record_names = list(values)
+                return index + 1, [stack.write(index, v) for stack, v in zip(stacks, values.values(), strict=True)]
 
-            tf.while_loop(lambda index: index < steps, one_step, [tf.constant(0)], parallel_iterations=1)
-            return self.get_metrics_result()
+            record = replica_step == self._step.train
+            count = 3 + len(self._metric_names()) if record else 0
+            stacks = [tf.TensorArray(tf.float32, size=steps, element_shape=[]) for _ in range(count)]
+            _, stacks = tf.while_loop(lambda index, _: index < steps, one_step, [tf.constant(0), stacks], parallel_iterations=1)
+            return self.get_metrics_result(), [stack.stack() for stack in stacks]
 
         return several_steps
+
+    def _metric_names(self):
+        with keras.StatelessScope(self._step.metric_values(True)):
+            return list(super().get_metrics_result())
+
+    def _record(self, facts, wait):
+        sums, norm, learning_rate = tf.nest.map_structure(
+            lambda v: self.distribute_strategy.experimental_local_results(v)[0], facts
+        )
+        with keras.StatelessScope(self._step.metric_values(True, sums)):
+            values = super().get_metrics_result()
+        values |= {"learning_rate": learning_rate, "gradient_norm": norm, "input_wait_s": wait}
+        return {name: tf.cast(value, tf.float32) for name, value in values.items()}
+
+    def records(self) -> list[dict[str, float]]:
+        """What is known of each step of the last execution, the oldest first; for callbacks, in `on_train_batch_end`.
+
+        The metrics of that step alone, over the global batch; `learning_rate`; `gradient_norm`, of the global gradient before
+        clipping; and `input_wait_s`, how long this worker waited for its data. All but the last are the same on every worker.
+        """
+        columns = [stack.numpy().tolist() for stack in self._records]
+        return [dict(zip(self._record_names, row, strict=True)) for row in zip(*columns, strict=True)]
 
     @property
     def examples_evaluated(self) -> int:
@@ -279,3 +328,8 @@ class Trainer(keras.Model):
         temporary = os.path.join(directory, f".{os.getpid()}-{name}")  # keeps the ending, by which Keras goes
         write(temporary)
         tf.io.gfile.rename(temporary, os.fspath(filepath), overwrite=True)
+
+
+def _now():
+    """Seconds of a monotonic clock, as a scalar of the graph. (tf.timestamp refuses to run in deterministic mode.)"""
+    return tf.ensure_shape(tf.numpy_function(lambda: np.float64(time.monotonic()), [], tf.float64), [])

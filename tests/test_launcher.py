@@ -300,7 +300,7 @@ def test_workers_that_do_not_meet_end_with_a_line_that_says_why():
 
     late = threading.Thread(target=arrive)
     late.start()
-    with pytest.raises(spec.ClusterError, match=f"another cluster.*{theirs[1]}"):
+    with pytest.raises(spec.ClusterError, match=f"another list of workers.*{theirs[1]}"):
         rendezvous.meet(one, timeout_s=20)
     late.join()
 
