@@ -1,25 +1,34 @@
 """The command line: `./run.sh [command] [flags]` ends here."""
 
+import difflib
 import json
 import os
 import subprocess
 import sys
 
 import app
-from app import config as config_module
-from cluster import launcher, quiet, spec
+from app import command_line, config, run_dir
+from app.config import UsageError
+from cluster import launcher, quiet, rendezvous, spec
 
 USAGE = """usage: ./run.sh [command] [flags]
 
-  train     train a model (the default; without flags: the digits, on two workers)
-  evaluate  evaluate a model on the held-out examples: --run_dir=DIR of a run, or --keras_file=FILE and the data's flags;
-            --confusion=PNG draws the confusion matrix, --predictions=CSV writes every prediction, in input order
-  prepare   turn a data set into TFRecord shards and a manifest; training does so by itself for small sets
-  test      set up and run the tests; --soak for the long ones
+  train        train a model (the default; without flags: the digits, on two workers); --dry_run tells what would be done
+  evaluate     evaluate a model on the held-out examples: --run_dir=DIR of a run, or --keras_file=FILE and the data's flags;
+               --confusion=PNG draws the confusion matrix, --predictions=CSV writes every prediction, in input order
+  prepare      turn a data set into TFRecord shards and a manifest; training does so by itself for small sets
+  models       list the networks: input, classes, trainable parameters, source
+  tensorboard  show runs in a browser: --run_dir=DIR of one, or all in runs/; --port=N; on this machine alone, or --bind_all
+  test         set up and run the tests; --soak for the long ones
 
 A run is the same on any number of workers: the same weights, to the last bit.
-With TF_CONFIG in the environment this process is that worker of that cluster.
+With TF_CONFIG, --worker_hosts and --task_index, or under Slurm's srun, this process is that worker of that cluster: see
+docs/clusters.md.
+
 Data sets: {sets}, imagenet, or your own as package.module:function.
+Networks: see ./run.sh models; also keras:EfficientNetV2B0 (any of keras.applications), or your own as package.module:function.
+Recipes (--flagfile=recipes/NAME.flags): {recipes}.
+The recipe of the data set, or of data set and network, is used if no other is named.
 
 {flags}
 
@@ -27,61 +36,81 @@ Data sets: {sets}, imagenet, or your own as package.module:function.
 
 
 def main(arguments: list[str]) -> int:
-    """Runs a command. Returns the exit status: 0; 1 if the run failed; 2 for a mistake in the flags or in TF_CONFIG."""
+    """Runs a command. Returns the exit status: 0; 1 if the run failed; 2 for a mistake in the flags or in the cluster."""
     if "--version" in arguments:
         print(f"lockstep {app.__version__}")
         return 0
     if {"--help", "-h", "help"} & set(arguments):
-        sets = ", ".join(name for name in config_module.DATASETS if name != "imagenet")
-        print(USAGE.format(flags=config_module.help_text(), sets=sets))
+        sets = ", ".join(name for name in config.DATASETS if name != "imagenet")
+        recipes = ", ".join(sorted(path.stem for path in command_line.RECIPES.glob("*.flags")))
+        print(USAGE.format(flags=command_line.help_text(), sets=sets, recipes=recipes))
         return 0
     if not arguments:
-        arguments = ["train", "--dataset=digits"] + ([] if "TF_CONFIG" in os.environ else ["--workers=2"])
+        alone = spec.environment_names_a_cluster()
+        arguments = ["train", "--dataset=digits"] + ([] if alone else ["--workers=2"])
     command, arguments = ("train", arguments) if arguments[0].startswith("-") else (arguments[0], arguments[1:])
-    commands = {"train": _train, "evaluate": _evaluate, "prepare": _prepare}
+    commands = {
+        "train": _train,
+        "evaluate": _evaluate,
+        "prepare": _prepare,
+        "models": _models,
+        "tensorboard": _tensorboard,
+    }
     try:
         if command not in commands:
-            raise config_module.UsageError(f"{command!r} is no command; ./run.sh --help lists them")
+            near = difflib.get_close_matches(command, [*commands, "test"], n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise UsageError(f"{command!r} is no command; {hint}./run.sh --help lists them")
         return commands[command](arguments)
-    except (config_module.UsageError, spec.ClusterError) as error:
+    except (UsageError, spec.ClusterError) as error:
         return _told(error, 2)
     except KeyboardInterrupt:  # in a command that is this process's alone
         return _told("interrupted", 130)
 
 
 def _train(arguments):
-    config, workers, _ = config_module.parse(arguments)
-    return _on_workers("train", config, workers, {}, lambda train, _: lambda strategy: train(config, strategy))
+    dry, arguments = "--dry_run" in arguments, [argument for argument in arguments if argument != "--dry_run"]
+    settings, options = command_line.parse(arguments)
+    if dry:
+        _settle(settings)
+        with quiet.hushed(not settings.verbose):
+            from app import dry_run
+        member = _member(options)
+        workers = options.workers or (member.workers if member else 1)
+        for line in dry_run.lines(settings, workers, options.recipe):
+            print(line)
+        return 0
+    return _on_workers("train", settings, options, lambda train, _: lambda strategy: train(settings, strategy))
 
 
 def _evaluate(arguments):
     names = ("keras_file", "confusion", "predictions")
-    config, workers, extra = config_module.parse(arguments, names)
-    if not extra["keras_file"]:  # of a run: its own configuration comes first, then the flags given
+    settings, options = command_line.parse(arguments, names)
+    if not options.extra["keras_file"]:  # of a run: its own configuration comes first, then the flags given
+        directory = settings.run_dir
         try:
-            with open(os.path.join(config.run_dir, "config.json")) as file:
+            with open(os.path.join(directory, "config.json")) as file:
                 recorded = json.load(file)
-            base = {name: recorded[name] for name in config_module.Config.__dataclass_fields__}
+            base = {name: recorded[name] for name in config.Config.__dataclass_fields__}
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise config_module.UsageError(f"--run_dir={config.run_dir} is no run: {error}; or name a --keras_file") from None
-        run_dir = config.run_dir
-        config, workers, extra = config_module.parse([*arguments, f"--run_dir={run_dir}"], names, base)
-        extra["keras_file"] = os.path.join(run_dir, "model.keras")
+            raise UsageError(f"--run_dir={directory} is no run: {error}; or name a --keras_file") from None
+        settings, options = command_line.parse([*arguments, f"--run_dir={directory}"], names, base)
+        options.extra["keras_file"] = os.path.join(directory, "model.keras")
     return _on_workers(
-        "evaluate", config, workers, extra, lambda _, evaluate: lambda strategy: evaluate(config, strategy, **extra)
+        "evaluate", settings, options, lambda _, evaluate: lambda strategy: evaluate(settings, strategy, **options.extra)
     )
 
 
 def _prepare(arguments):
-    config, _, extra = config_module.parse(arguments, ("for_training",))
+    settings, options = command_line.parse(arguments, ("for_training",))
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # it needs no GPU, and TensorFlow would take all of its memory
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # and says at error level that there is none; faults come as exceptions
     with quiet.hushed():
         from app import data
-    if extra["for_training"]:
-        data.prepare(config, limit=data.BY_ITSELF)
+    if options.extra["for_training"]:
+        data.prepare(settings, limit=data.BY_ITSELF)
         return 0
-    manifest = data.prepare(config)
+    manifest = data.prepare(settings)
     print(
         f"{manifest.directory}: {manifest.train.examples:,} + {manifest.test.examples:,} examples of "
         f"{len(manifest.classes)} classes in {len(manifest.train.shards)} + {len(manifest.test.shards)} shards"
@@ -89,32 +118,89 @@ def _prepare(arguments):
     return 0
 
 
-def _on_workers(command, config, workers, extra, part):
-    """This process's part of a command, or, with --workers, a local cluster of processes that do theirs."""
-    member = spec.from_environment()
-    if workers is None:
-        return _work(config, part)
+def _models(arguments):
+    import models
+
+    if arguments:
+        raise UsageError(f"models takes no flags; got {arguments[0]!r}")
+    print(models.listing())
+    return 0
+
+
+def _tensorboard(arguments):
+    port, bind_all, logdir = "6006", False, "runs"
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        match name:
+            case "--port" if value.isdecimal() and int(value) < 65536:
+                port = value
+            case "--run_dir" | "--logdir" if value:
+                logdir = value
+            case "--bind_all" if not value:
+                bind_all = True
+            case _:
+                raise UsageError(f"tensorboard takes --run_dir=DIR, --port=N and --bind_all; got {argument!r}")
+    if "://" not in logdir and not os.path.isdir(logdir):
+        raise UsageError(f"--run_dir={logdir} is no directory; train first, or name the run's directory")
+    address = ["--bind_all"] if bind_all else ["--host=localhost"]
+    command = [sys.executable, "-m", "tensorboard.main", f"--logdir={logdir}", f"--port={port}", *address]
+    os.execvpe(sys.executable, command, {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"})
+
+
+def _member(options):
+    """This process in its cluster; TF_CONFIG is set for TensorFlow, wherever the cluster comes from."""
+    member = spec.from_environment(worker_hosts=options.worker_hosts, task_index=options.task_index)
     if member:
-        raise config_module.UsageError(
-            f"--workers={workers} starts a cluster here, but TF_CONFIG says that this is {member.name} of one. "
+        os.environ["TF_CONFIG"] = member.tf_config
+    return member
+
+
+def _on_workers(command, settings, options, part):
+    """This process's part of a command, or, with --workers, a local cluster of processes that do theirs."""
+    workers, member = options.workers, _member(options)
+    if workers is not None and member:
+        raise UsageError(
+            f"--workers={workers} starts a cluster here, but {member.origin} says that this is {member.name} of one. "
             "Leave one of them out"
         )
-    if problem := config_module.batch_problem(config.global_batch_size, config.logical_replicas, workers):
-        raise config_module.UsageError(problem)
+    replicas = workers or (member.workers if member else 1)
+    what = "--workers={}" if workers else "a cluster of {} workers"
+    if problem := config.batch_problem(settings.global_batch_size, settings.logical_replicas, replicas, what):
+        raise UsageError(problem)
+    if workers is None:
+        if member:
+            rendezvous.check_own_address(member)
+        return _work(command, settings, part)
+    if command == "train" and (ended := run_dir.finished(settings)):
+        print(ended)
+        return 0
+    if options.recipe and not settings.quiet:
+        print(f"recipe {options.recipe}", flush=True)
     program = [sys.executable, "-m", "app"]
-    if not os.path.exists(config.prepared_path()):  # once, instead of in each worker
-        done = subprocess.run([*program, "prepare", "--for_training=yes", *config.to_flags()])
+    if not os.path.exists(settings.prepared_path()):  # once, instead of in each worker
+        done = subprocess.run([*program, "prepare", "--for_training=yes", *settings.to_flags()])
         if done.returncode:
             return done.returncode
-    flags = [f"--{name}={value}" for name, value in extra.items() if value]
-    return launcher.run([*program, command, *config.to_flags(), *flags], workers)
+    flags = [f"--{name}={value}" for name, value in options.extra.items() if value]
+    return launcher.run([*program, command, *settings.to_flags(), *flags], workers)
 
 
-def _work(config, part):
-    """Does this process's part; ends the process."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+def _settle(settings):
+    """What has to be in the environment before TensorFlow is imported."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if settings.verbose else "2")
     sys.path.append(os.getcwd())  # for the user's own package.module:function; last, so that it hides nothing of ours
-    with quiet.hushed():
+
+
+def _work(command, settings, part):
+    """Does this process's part; ends the process."""
+    instead = None
+    if command == "train":
+        try:
+            instead = (ended := run_dir.finished(settings)) and (0, ended)
+        except UsageError as error:
+            instead = 2, f"error: {error}"
+    _settle(settings)
+    with quiet.hushed(not settings.verbose):
         from app.evaluate import evaluate
         from app.faults import DataFault
         from app.train import train
@@ -123,13 +209,21 @@ def _work(config, part):
     def guarded(strategy):
         try:
             part(train, evaluate)(strategy)
-        except config_module.UsageError as error:
+        except UsageError as error:
             return _told(error, 2)
         except DataFault as error:
             return _told(error, 1)
         return 0
 
-    runtime.run(guarded, config.identical, config.intra_op_threads, config.seed, config.communication)
+    runtime.run(
+        guarded,
+        settings.identical,
+        settings.intra_op_threads,
+        settings.seed,
+        settings.communication,
+        settings.verbose,
+        instead,
+    )
 
 
 def _told(error, status):

@@ -1,4 +1,4 @@
-"""Keras callbacks of a run: evaluation at chosen steps, and a line an epoch."""
+"""Keras callbacks of a run: evaluation at chosen steps."""
 
 import time
 
@@ -17,14 +17,16 @@ class EvaluateAt(keras.callbacks.Callback):
       steps: after these too.
       at_start: before the first too.
       say: prints a line.
+      tell: called as tell(logs, step, seconds) after each evaluation.
 
     Attributes:
       seen: [(step, logs)].
     """
 
-    def __init__(self, data, every=0, steps=(), at_start=False, say=print):
+    def __init__(self, data, every=0, steps=(), at_start=False, say=print, tell=lambda *_: None):
         super().__init__()
-        self._data, self._every, self._steps, self._at_start, self._say = data, every, set(steps), at_start, say
+        self._data, self._every, self._steps, self._at_start = data, every, set(steps), at_start
+        self._say, self._tell = say, tell
         self.seen = []
 
     def on_train_begin(self, logs=None):
@@ -39,32 +41,9 @@ class EvaluateAt(keras.callbacks.Callback):
             self._evaluate()
 
     def _evaluate(self):
+        began = time.monotonic()
         logs = self.model.evaluate(self._data, verbose=0, return_dict=True)
         self.seen.append((self._done, logs))
         numbers = "  ".join(f"{name} {value:.4f}" for name, value in logs.items())
-        self._say(f"step {self._done}  held out: {numbers}  [{self.model.examples_evaluated} examples]", flush=True)
-
-
-class EpochLines(keras.callbacks.Callback):
-    """Prints a line an epoch: the metrics of training and evaluation, and the speed, evaluation included.
-
-    Args:
-      epochs: of the run.
-      examples: that one epoch trains with, over all workers.
-      say: prints a line.
-    """
-
-    def __init__(self, epochs, examples, say=print):
-        super().__init__()
-        self._epochs, self._examples, self._say = epochs, examples, say
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self._started = time.monotonic()
-
-    def on_epoch_end(self, epoch, logs=None):
-        seconds = time.monotonic() - self._started
-        line = f"epoch {epoch + 1:>{len(str(self._epochs))}}/{self._epochs}"
-        for title, prefix in (("train", ""), ("held out", "val_")):
-            if prefix + "loss" in logs:
-                line += f"  {title}: loss {logs[prefix + 'loss']:.4f} top-1 {logs[prefix + 'top_1']:.4f}"
-        self._say(f"{line}  {self._examples / seconds:,.0f} images/s", flush=True)
+        self._tell(logs, self._done, time.monotonic() - began)
+        self._say(f"step {self._done}  held out: {numbers}  [{self.model.examples_evaluated} examples]")

@@ -1,4 +1,4 @@
-"""The configuration of a run: flags and a recipe, resolved into one frozen, validated object.
+"""The configuration of a run: one frozen, validated object.
 
 Names are checked against tables that need no imports, so that a mistake is answered before TensorFlow is loaded.
 """
@@ -8,20 +8,15 @@ import difflib
 import hashlib
 import json
 import os
-import pathlib
 import re
-import typing
 
-from absl import flags
-
-from app import manifest, sources
+from app import manifest, optimizers, schedules, sources
 from cluster import tree
 from models import NAMES as MODELS
+from models import check_name
 
-RECIPES = pathlib.Path(__file__).parent.parent / "recipes"
 DATASETS = (*sources.NAMES, "imagenet")
-OPTIMIZERS = ("sgd", "momentum", "nesterov", "adam", "adamw")
-SCHEDULES = ("constant", "cosine")
+DECAYS = ("decoupled", "l2")
 DTYPES = ("float32", "mixed_bfloat16", "mixed_float16")
 COMMUNICATIONS = ("auto", "ring", "nccl")
 
@@ -32,7 +27,7 @@ class UsageError(ValueError):
 
 def _field(default, group, text, choices=None, least=None, most=2**31 - 1, result=True, open=False):
     metadata = {"group": group, "help": text, "choices": choices, "result": result, "open": open}
-    metadata |= {"least": least, "most": most}
+    metadata |= {"least": 0 if least is None and isinstance(default, float) else least, "most": most}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -41,7 +36,7 @@ class Config:
     """All that decides a run's result, and a few fields that do not (`result=False`: where and how it is computed)."""
 
     dataset: str = _field("digits", "Run", "data set", DATASETS, open=True)
-    model: str = _field("small_cnn", "Run", "network", tuple(MODELS))
+    model: str = _field("small_cnn", "Run", "network; ./run.sh models lists them", tuple(MODELS), open=True)
     global_batch_size: int = _field(128, "Run", "B, examples a step over all workers", least=1)
     logical_replicas: int = _field(
         0, "Run", "K, what the batch is divided into; 0: the largest power of two that leaves 32 examples each", least=0
@@ -62,17 +57,46 @@ class Config:
     )
     eval_at_steps: str = _field("", "Evaluation", "evaluate after these steps too, as 10,100,1000", result=False)
     eval_at_start: bool = _field(False, "Evaluation", "evaluate before the first step too", result=False)
-    optimizer: str = _field("momentum", "Optimizer", "update rule", OPTIMIZERS)
-    learning_rate: float = _field(0.1, "Optimizer", "at the start of the schedule, for the global batch")
-    schedule: str = _field("constant", "Optimizer", "of the learning rate, over the whole run", SCHEDULES)
-    weight_decay: float = _field(0.0, "Optimizer", "decoupled, times the learning rate; 0: none")
+    label_smoothing: float = _field(0.0, "Loss", "share of the label that all classes have evenly", most=0.999)
+    weight_decay: float = _field(0.0, "Loss", "lambda; 0: none, ImageNet ResNets 1e-4")
+    weight_decay_kind: str = _field(
+        "decoupled", "Loss", "off the weights at each update, times the rate; or lambda / 2 x squares in the loss", DECAYS
+    )
+    decay_norm_and_bias: bool = _field(False, "Loss", "decay batch-norm parameters and biases as well")
+    optimizer: str = _field("momentum", "Optimizer", "update rule", optimizers.OPTIMIZERS)
+    momentum: float = _field(0.9, "Optimizer", "of momentum, nesterov and rmsprop", most=0.99999)
+    beta_1: float = _field(0.9, "Optimizer", "decay of the mean of gradients (adam and its like)", most=0.99999)
+    beta_2: float = _field(0.999, "Optimizer", "decay of the mean of their squares (adam and its like)", most=0.99999)
+    rho: float = _field(0.9, "Optimizer", "decay of the mean of squares (rmsprop, adadelta)", most=0.99999)
+    epsilon: float = _field(0.0, "Optimizer", "added to a denominator; 0: the optimizer's own")
+    clip_norm: float = _field(0.0, "Optimizer", "greatest norm of the global gradient, all variables together; 0: any")
+    clip_value: float = _field(0.0, "Optimizer", "greatest size of an element of the global gradient; 0: any")
+    ema: float = _field(0.0, "Optimizer", "decay of an average of the weights, with which the run ends; 0: none", most=0.99999)
+    learning_rate: float = _field(0.1, "Learning rate", "base rate of the schedule")
+    learning_rate_for: int = _field(
+        0, "Learning rate", "global batch that the rate is meant for: it is scaled by B / this; 0: not scaled", least=0
+    )
+    schedule: str = _field("constant", "Learning rate", "how the rate goes on after the warm-up", schedules.SCHEDULES)
+    schedule_unit: str = _field("epochs", "Learning rate", "unit of the next three, steps being global", ("epochs", "steps"))
+    warmup: float = _field(0.0, "Learning rate", "length of the linear rise from 0")
+    boundaries: str = _field("", "Learning rate", "where `step` multiplies by the decay rate, as 30,60,80,90")
+    decay_every: float = _field(0.0, "Learning rate", "how often `step` and `exponential` do so")
+    decay_rate: float = _field(0.1, "Learning rate", "factor of `step` and `exponential`", most=1)
+    piecewise: str = _field("", "Learning rate", "rates and the boundaries between them, as 0.1;82;0.01;123;0.001")
+    min_learning_rate: float = _field(0.0, "Learning rate", "end of `cosine`, `polynomial`; least of `step`, `exponential`")
+    power: float = _field(1.0, "Learning rate", "exponent of `polynomial`; 1: a straight line")
     identical: bool = _field(True, "Arithmetic", "the same bits on any number of workers; --noidentical: equal up to rounding")
     intra_op_threads: int = _field(1, "Arithmetic", "threads in an operation of a worker; the bits follow it", least=1)
     dtype: str = _field("float32", "Arithmetic", "Keras's dtype policy", DTYPES)
+    loss_scale: str = _field("", "Arithmetic", "for mixed_float16: dynamic, or a number as 128; empty: dynamic there")
     jit_compile: bool = _field(False, "Arithmetic", "compile the passes with XLA")
     steps_per_execution: int = _field(1, "Execution", "steps in one call; callbacks see every so many", least=1, result=False)
     communication: str = _field("auto", "Execution", "hint for collectives; changes no bit", COMMUNICATIONS, result=False)
-    run_dir: str = _field("", "Execution", "where the run is written; default: runs/ and a name of its own", result=False)
+    run_dir: str = _field("", "Output", "where the run is written; default: runs/ and a name of its own", result=False)
+    tensorboard: bool = _field(True, "Output", "write events for TensorBoard", result=False)
+    log_every_steps: int = _field(1, "Output", "steps between two lines of metrics.jsonl and points", least=1, result=False)
+    quiet: bool = _field(False, "Output", "print the summary alone", result=False)
+    verbose: bool = _field(False, "Output", "show TensorFlow's own messages", result=False)
 
     @property
     def replica_batch_size(self) -> int:
@@ -98,39 +122,22 @@ class Config:
         return f"runs/{re.sub('[^A-Za-z0-9_.]+', '-', self.dataset)}-{self.model}-{digest[:8]}"
 
 
-def parse(arguments: list[str], extra: tuple[str, ...] = (), base: dict | None = None):
-    """Reads flags, on top of the data set's recipe.
+def resolved(values: dict) -> Config:
+    """The Config of these values of its fields, checked, with K and the run directory filled in.
 
-    Args:
-      arguments: flags, without program and command.
-      extra: names of further flags that take text, for commands that need more than a Config.
-      base: values instead of the recipe's: the configuration of an earlier run.
-    Returns:
-      (the resolved Config, --workers or None, {extra flag: text or ""}).
     Raises:
       UsageError: with a line for each problem.
     """
-    given = _parsed(arguments, extra)
-    if base is None:
-        recipe = RECIPES / f"{given.dataset}.flags"
-        before = [f"--flagfile={recipe}"] if recipe.exists() else []
-    else:
-        before = [f"--{name}={value}" for name, value in base.items()]
-    given = _parsed([*before, *arguments], extra)
-    values = {f.name: getattr(given, f.name) for f in dataclasses.fields(Config)}
     problems = [problem for f in dataclasses.fields(Config) if (problem := _problem(f, values[f.name]))]
-    if given.workers is not None and given.workers < 1:
-        problems.append(f"--workers={given.workers}: at least 1")
-    if not all(part.isdecimal() for part in values["eval_at_steps"].split(",") if values["eval_at_steps"]):
-        problems.append(f"--eval_at_steps={values['eval_at_steps']}: numbers of steps, as 10,100,1000")
+    if not problems:  # the rest looks at several fields at once
+        config = Config(**values)
+        config = dataclasses.replace(
+            config, logical_replicas=config.logical_replicas or tree.default_logical_replicas(config.global_batch_size)
+        )
+        problems = [*_contradictions(config), *optimizers.problems(config), *schedules.problems(config)]
     if problems:
         raise UsageError("\n".join(problems))
-    values["logical_replicas"] = values["logical_replicas"] or tree.default_logical_replicas(values["global_batch_size"])
-    config = Config(**values)
-    if problem := batch_problem(config.global_batch_size, config.logical_replicas, 1):
-        raise UsageError(problem)
-    config = dataclasses.replace(config, run_dir=config.run_dir or config.default_run_dir())
-    return config, given.workers, {name: getattr(given, name) or "" for name in extra}
+    return dataclasses.replace(config, run_dir=config.run_dir or config.default_run_dir())
 
 
 def batch_problem(batch: int, logical_replicas: int, replicas: int, what: str = "--workers={}") -> str | None:
@@ -150,38 +157,21 @@ def batch_problem(batch: int, logical_replicas: int, replicas: int, what: str = 
     return None
 
 
-def help_text() -> str:
-    """The flags of `train` by group, each with its default."""
-    groups: dict[str, list[str]] = {}
-    for f in dataclasses.fields(Config):
-        name = f"--[no]{f.name}" if f.type is bool else f"--{f.name}"
-        choices = f" ({', '.join(f.metadata['choices'])})" if f.metadata["choices"] else ""
-        default = "" if f.default in ("", False) else f" [{str(f.default).lower()}]"
-        groups.setdefault(f.metadata["group"], []).append(f"  {name:<24}{f.metadata['help']}{choices}{default}")
-    groups["Execution"].insert(0, f"  {'--workers':<24}start so many worker processes on this machine; default: this process")
-    groups["Execution"].append(f"  {'--flagfile':<24}read flags from a file, one a line")
-    return "\n\n".join(f"{group}\n" + "\n".join(lines) for group, lines in groups.items())
-
-
-def _parsed(arguments, extra=()):
-    values = flags.FlagValues()
-    define = {str: flags.DEFINE_string, int: flags.DEFINE_integer, float: flags.DEFINE_float, bool: flags.DEFINE_bool}
-    types = typing.get_type_hints(Config)
-    for f in dataclasses.fields(Config):
-        define[types[f.name]](f.name, f.default, f.metadata["help"], flag_values=values)
-    for name in extra:
-        flags.DEFINE_string(name, None, "", flag_values=values)
-    flags.DEFINE_integer("workers", None, "worker processes on this machine", flag_values=values)
-    try:
-        rest = values(["train", *arguments])[1:]
-    except flags.UnrecognizedFlagError as error:
-        near = difflib.get_close_matches(error.flagname, list(values), n=1)
-        raise UsageError(f"--{error.flagname} is no flag{f'; did you mean --{near[0]}?' if near else ''}") from None
-    except flags.Error as error:
-        raise UsageError(str(error).removeprefix("ERROR:: ").replace("flag --", "--")) from None
-    if rest:
-        raise UsageError(f"{rest[0]!r} is not a flag; flags are written --name=value")
-    return values
+def _contradictions(config):
+    if problem := batch_problem(config.global_batch_size, config.logical_replicas, 1):
+        yield problem
+    elif config.dataset != "imagenet" and config.shards % config.logical_replicas:
+        yield (
+            f"--shards={config.shards} cannot be shared by {config.logical_replicas} logical replicas: use "
+            f"--shards={-(-config.shards // config.logical_replicas) * config.logical_replicas}, or --logical_replicas out of "
+            f"{', '.join(map(str, tree.divisors(config.shards)))}"
+        )
+    if problem := check_name(config.model):
+        yield f"--model={config.model}: {problem}"
+    if not all(part.isdecimal() for part in config.eval_at_steps.split(",") if config.eval_at_steps):
+        yield f"--eval_at_steps={config.eval_at_steps}: numbers of steps, as 10,100,1000"
+    if config.loss_scale and config.dtype != "mixed_float16":
+        yield f"--loss_scale={config.loss_scale} is for --dtype=mixed_float16; --dtype={config.dtype} needs none: leave it out"
 
 
 def _problem(field, value):
@@ -190,10 +180,10 @@ def _problem(field, value):
     if choices and value not in choices and not named_by_user:
         near = difflib.get_close_matches(str(value), choices, n=1)
         return f"--{field.name}={value} is unknown{f'; did you mean {near[0]}?' if near else ''} One of: {', '.join(choices)}"
+    if field.type is float and not 0 <= value < float("inf"):
+        return f"--{field.name}={value}: a number, 0 or more"
     if least is not None and value < least:
         return f"--{field.name}={value}: at least {least}"
     if least is not None and value > field.metadata["most"]:
         return f"--{field.name}={value}: at most {field.metadata['most']}"
-    if field.type is float and not 0 <= value < float("inf"):
-        return f"--{field.name}={value}: a number, 0 or more"
     return None

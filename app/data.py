@@ -72,11 +72,14 @@ def load(config: Config, say=print) -> Data:
         manifest.preprocessing, manifest.image_shape, manifest.mean or None, manifest.std or None, config.image_size
     )
     replicas, batch = config.logical_replicas, config.global_batch_size
+    one_hot = len(manifest.classes) if config.label_smoothing else 0
     try:
-        training = TrainingStreams(manifest, treatment, replicas, batch, config.seed, shuffle_buffer=config.shuffle_buffer)
+        training = TrainingStreams(
+            manifest, treatment, replicas, batch, config.seed, shuffle_buffer=config.shuffle_buffer, one_hot=one_hot
+        )
     except ShardsError as error:
         raise UsageError(str(error)) from None
     evaluation = None
     if manifest.test.examples:
-        evaluation = EvaluationStreams(manifest, treatment, replicas, batch)
+        evaluation = EvaluationStreams(manifest, treatment, replicas, batch, one_hot)
     return Data(manifest, treatment, training, evaluation)

@@ -22,7 +22,8 @@ class ConfusionCounts(keras.metrics.Metric):
         self.counts = self.add_variable((classes, classes), "zeros", name="counts")
 
     def update_state(self, y_true, y_pred, sample_weight=None):
-        labels, predictions = tf.reshape(y_true, [-1]), tf.argmax(y_pred, -1)
+        labels = tf.argmax(y_true, -1) if y_true.shape.rank == 2 and y_true.shape[-1] > 1 else tf.reshape(y_true, [-1])
+        predictions = tf.argmax(y_pred, -1)
         self.counts.assign_add(tf.math.confusion_matrix(labels, predictions, self._classes, dtype=self.counts.dtype))
 
     def result(self):
@@ -101,7 +102,8 @@ def _write_predictions(config, data, plain, path):
     ):
         count = int(tf.reduce_sum(tf.cast(valid, tf.int32)))
         if count:
-            parts[number % replicas][0].append(labels[:count].numpy())
+            classes = labels[:count].numpy()
+            parts[number % replicas][0].append(classes if classes.ndim == 1 else classes.argmax(-1))
             parts[number % replicas][1].append(plain(images[:count], training=False).numpy())
     labels, logits = (np.concatenate([batch for part in parts for batch in part[i]]) for i in (0, 1))
     keys = [f"{os.path.basename(s.path)}[{r}]" for s in data.manifest.test.shards for r in range(s.examples)]

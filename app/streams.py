@@ -31,6 +31,7 @@ class TrainingStreams:
       seed: of order and augmentation.
       first_step: start at this step; what lies before is passed over unparsed.
       shuffle_buffer: records of a stream that are mixed at a time; the order of its shards is mixed too.
+      one_hot: give labels as float32 [one_hot] instead; 0: as numbers.
 
     Raises:
       ShardsError: if K does not divide the number of shards.
@@ -45,6 +46,7 @@ class TrainingStreams:
         seed: int,
         first_step: int = 0,
         shuffle_buffer: int = 1024,
+        one_hot: int = 0,
     ):
         shards = len(manifest.train.shards)
         if shards % logical_replicas:
@@ -54,6 +56,7 @@ class TrainingStreams:
             )
         self._manifest, self._preprocessing = manifest, preprocessing
         self._seed, self._first_step, self._buffer = seed, first_step, shuffle_buffer
+        self._one_hot = one_hot
         self._shards = np.arange(shards).reshape(logical_replicas, -1)  # row k: the shards of logical replica k
         bad = _bad_by_shard(manifest.train)
         held = [sum(manifest.train.shards[s].examples - bad.get(s, 0) for s in row) for row in self._shards]
@@ -61,7 +64,7 @@ class TrainingStreams:
             raise ShardsError(f"some of {logical_replicas} logical replicas have no example: use fewer --logical_replicas")
         self._examples = np.array(held, np.int64)
         self.steps = max(1, round(int(self._examples.sum()) / global_batch_size))
-        self.element_spec = (tf.TensorSpec(preprocessing.shape, tf.float32), tf.TensorSpec([], tf.int32))
+        self.element_spec = (tf.TensorSpec(preprocessing.shape, tf.float32), _label_spec(one_hot))
 
     def shards_of(self, worker: int, workers: int) -> list[int]:
         """The shards that a worker reads: those of its block of logical replicas."""
@@ -86,7 +89,7 @@ class TrainingStreams:
             image, label = records.parse(serialized, self._manifest)
             # Philox, which tf.random.stateless_* run on, takes any two different keys for independent streams.
             key = tf.stack([self._seed * _HIGH + epoch, shard * _HIGH + record])
-            return self._preprocessing.train(image, key), label
+            return self._preprocessing.train(image, key), _as_wanted(label, self._one_hot)
 
         return self.identified(first, last, replica_batch_size).map(load, tf.data.AUTOTUNE, deterministic=True)
 
@@ -118,12 +121,19 @@ class EvaluationStreams:
     valid. So each worker reads its part alone, and every example counts once for any N, batch and size of the set.
 
     Args:
-      manifest, preprocessing, logical_replicas: as for `TrainingStreams`.
+      manifest, preprocessing, logical_replicas, one_hot: as for `TrainingStreams`.
       global_batch_size: examples in one step of evaluation.
     """
 
-    def __init__(self, manifest: Manifest, preprocessing: Preprocessing, logical_replicas: int, global_batch_size: int):
-        self._manifest, self._preprocessing = manifest, preprocessing
+    def __init__(
+        self,
+        manifest: Manifest,
+        preprocessing: Preprocessing,
+        logical_replicas: int,
+        global_batch_size: int,
+        one_hot: int = 0,
+    ):
+        self._manifest, self._preprocessing, self._one_hot = manifest, preprocessing, one_hot
         ends = np.cumsum([0] + [shard.examples for shard in manifest.test.shards])
         part = -(-int(ends[-1]) // logical_replicas)
         self.steps = max(1, -(-part // (global_batch_size // logical_replicas)))
@@ -133,7 +143,7 @@ class EvaluationStreams:
             touched = [s for s in range(len(ends) - 1) if ends[s] < stop and ends[s + 1] > start]
             self._pieces.append([[s, max(start - ends[s], 0), min(stop, ends[s + 1]) - max(start, ends[s])] for s in touched])
         self.element_spec = (
-            (tf.TensorSpec(preprocessing.shape, tf.float32), tf.TensorSpec([], tf.int32)),
+            (tf.TensorSpec(preprocessing.shape, tf.float32), _label_spec(one_hot)),
             tf.TensorSpec([], tf.bool),
         )
 
@@ -154,12 +164,21 @@ class EvaluationStreams:
         def load(serialized, valid):
             def real():
                 image, label = records.parse(serialized, self._manifest)
-                return self._preprocessing.evaluate(image), label
+                return self._preprocessing.evaluate(image), _as_wanted(label, self._one_hot)
 
-            nothing = (tf.zeros(self._preprocessing.shape), tf.constant(0))
+            label_spec = _label_spec(self._one_hot)
+            nothing = (tf.zeros(self._preprocessing.shape), tf.zeros(label_spec.shape, label_spec.dtype))
             return tf.cond(valid, real, lambda: nothing), valid
 
         return _in_turn(stream, first, last, replica_batch_size).map(load, tf.data.AUTOTUNE, deterministic=True)
+
+
+def _label_spec(one_hot):
+    return tf.TensorSpec([one_hot], tf.float32) if one_hot else tf.TensorSpec([], tf.int32)
+
+
+def _as_wanted(label, one_hot):
+    return tf.one_hot(label, one_hot) if one_hot else label
 
 
 def _in_turn(stream, first, last, replica_batch_size):

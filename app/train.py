@@ -11,9 +11,11 @@ import numpy as np
 import tensorflow as tf
 
 import app
-from app import callbacks, faults
 from app import config as config_module
 from app import data as data_module
+from app import faults, monitoring, optimizers, run_dir, schedules
+from app.callbacks import EvaluateAt
+from app.terminal import Progress, Terminal, logged
 from cluster import Trainer, spec
 from cluster.agreement import agree
 from cluster.fingerprint import run_sha256
@@ -21,65 +23,98 @@ from models import build
 
 
 def train(config: config_module.Config, strategy) -> dict:
-    """Trains, evaluates after every epoch, and writes `model.keras` and `config.json` to the run directory.
+    """Trains, evaluates after every epoch, and leaves model, metrics and configuration in the run directory.
 
     Args:
       config: the resolved configuration.
       strategy: the tf.distribute strategy; its replicas share the logical replicas.
     Returns:
-      {"sha256": of weights, optimizer and metrics; "history": Keras's; "seconds": of fit}.
+      What summary.json holds, "sha256" of weights, optimizer and metrics in it, and "history", Keras's.
     Raises:
       UsageError: for mistakes that show only here: the number of GPUs does not fit K, raw data that cannot be used.
       faults.DataFault: if a record cannot be read; the message names it.
     """
+    began = time.monotonic()
     me = spec.from_environment()
-    chief = strategy.extended.should_checkpoint
-    say = print if chief else lambda *_, **__: None
-    replicas = strategy.num_replicas_in_sync
-    data = open_data(config, strategy, me, say)
-    if chief:
-        _make_run_dir(config)
+    chief, replicas = strategy.extended.should_checkpoint, strategy.num_replicas_in_sync
+    terminal = Terminal(silent=not chief, quiet=config.quiet)
+    data = open_data(config, strategy, me, terminal.say)
+    own = os.path.join(config.run_dir, f"worker-{me.number if me else 0}")
+    run_dir.make(own)
     steps_per_epoch = data.training.steps
     epochs = -(-config.steps // steps_per_epoch) if config.steps else config.epochs
-    _narrate(config, data, replicas, steps_per_epoch, epochs, say)
+    total_steps = config.steps or epochs * steps_per_epoch
+    for line in plan(config, data, replicas, steps_per_epoch, epochs):
+        terminal.say(line)
 
     keras.config.set_dtype_policy(config.dtype)
+    schedule = rate(config, data, total_steps)
     with strategy.scope():
-        plain = _network(config, data)
+        plain = network(config, data)
         model = trainer(config, plain)
-        compile_trainer(model, optimizer(config, config.steps or epochs * steps_per_epoch), config, len(data.manifest.classes))
+        optimizers.regularize(plain, config)
+        optimizer = optimizers.make(config, schedule, plain)
+        compile_trainer(model, optimizer, config, len(data.manifest.classes), schedule=None if schedule.constant else schedule)
+    record = configuration(config, data.manifest, replicas, me)
     if chief:
-        _write_config(config, data.manifest, replicas)
-    say(f"{plain.count_params():,} parameters; tracing the first step", flush=True)
+        run_dir.write(os.path.join(config.run_dir, "config.json"), json.dumps(record, indent=2) + "\n")
+    terminal.say(f"{plain.count_params():,} parameters; tracing the first step")
 
+    sinks = [Progress(terminal, steps_per_epoch, epochs, total_steps, config.global_batch_size)]
+    if chief:
+        sinks.append(monitoring.MetricsFiles(config.run_dir, config.log_every_steps))
+    if config.tensorboard:
+        sinks.append(monitoring.WorkerEvents(own, config.log_every_steps))
+        if chief:
+            text = {"configuration": "\n".join(f"    {line}" for line in json.dumps(record, indent=2).splitlines())}
+            sinks.append(monitoring.TrainEvents(config.run_dir, config.log_every_steps, text))
+    monitor = monitoring.Monitor(sinks, config.global_batch_size)
     started = time.monotonic()
     steps = [int(step) for step in config.eval_at_steps.split(",") if step]
-    with faults.named(data, me):
-        history = model.fit(
-            data.training,
-            steps_per_epoch=steps_per_epoch,
-            epochs=epochs,
-            total_steps=config.steps or None,
-            validation_data=data.evaluation,
-            callbacks=[
-                callbacks.EvaluateAt(data.evaluation, config.eval_every_steps, steps, config.eval_at_start, say),
-                callbacks.EpochLines(epochs, config.global_batch_size * steps_per_epoch, say),
-            ],
-            verbose=0,
-        ).history
+    at_steps = EvaluateAt(
+        data.evaluation, config.eval_every_steps, steps, config.eval_at_start, terminal.say, monitor.evaluated
+    )
+    try:
+        with logged(os.path.join(own, "log.txt")), faults.named(data, me):
+            history = model.fit(
+                data.training,
+                steps_per_epoch=steps_per_epoch,
+                epochs=epochs,
+                total_steps=total_steps,
+                validation_data=data.evaluation,
+                callbacks=[monitor, at_steps],
+                verbose=0,
+            ).history
+    finally:
+        monitor.close()
     seconds = time.monotonic() - started
 
     path = os.path.join(config.run_dir, "model.keras")
     model.save(path)
-    sha256 = run_sha256(model, history)
-    say(f"\ntrained {model.step} steps in {seconds:.1f} s on {replicas} {'worker' if replicas == 1 else 'workers'}")
+    found = {"sha256": run_sha256(model, history), "steps": model.step, "replicas": replicas, "fit_seconds": seconds}
+    found |= {"seconds": time.monotonic() - began, "parameters": plain.count_params()}
+    found |= {name: values[-1] for name, values in history.items()}
     if data.evaluation:
-        best, last = int(np.argmax(history["val_top_1"])), history["val_top_1"][-1]
-        right, of = round(last * model.examples_evaluated), model.examples_evaluated
-        say(f"held out: {right:,} of {of:,} right, top-1 {last:.4f} (best in epoch {best + 1})")
-    say(f"saved   {path}, {os.path.join(config.run_dir, 'config.json')}")
-    say(f"sha256  {sha256}  (weights, optimizer, metrics: the same for any number of workers)", flush=True)
-    return {"sha256": sha256, "history": history, "seconds": seconds}
+        found |= {"examples": model.examples_evaluated, "best_epoch": int(np.argmax(history["val_top_1"])) + 1}
+        found["best_val_top_1"] = max(history["val_top_1"])
+    if chief:
+        run_dir.write(os.path.join(config.run_dir, "summary.json"), json.dumps(found, indent=2) + "\n")
+    for line in summary(config, found):
+        terminal.result(line)
+    return {**found, "history": history}
+
+
+def summary(config, found: dict):
+    """The lines at a run's end, from what summary.json holds."""
+    workers = f"{found['replicas']} {'worker' if found['replicas'] == 1 else 'workers'}"
+    yield f"trained {found['steps']} steps in {found['fit_seconds']:.1f} s on {workers}"
+    if "val_top_1" in found:
+        right, of = round(found["val_top_1"] * found["examples"]), found["examples"]
+        best = f"best {found['best_val_top_1']:.4f} in epoch {found['best_epoch']}"
+        yield f"held out: {right:,} of {of:,} right, top-1 {found['val_top_1']:.4f} ({best})"
+    yield f"saved   {config.run_dir}: model.keras, config.json, metrics.jsonl, metrics.csv, summary.json"
+    yield f"next    ./run.sh evaluate --run_dir={config.run_dir}    ./run.sh tensorboard --run_dir={config.run_dir}"
+    yield f"sha256  {found['sha256']}  (weights, optimizer, metrics: the same for any number of workers)"
 
 
 def open_data(config, strategy, me, say, **facts) -> data_module.Data:
@@ -99,14 +134,16 @@ def open_data(config, strategy, me, say, **facts) -> data_module.Data:
     return data
 
 
-def _make_run_dir(config):
+def rate(config, data, total_steps) -> schedules.Schedule:
+    """The schedule of the learning rate. Raises UsageError."""
     try:
-        tf.io.gfile.makedirs(config.run_dir)
-    except tf.errors.OpError as error:
-        raise config_module.UsageError(f"--run_dir={config.run_dir} cannot be made: {error.message}") from None
+        return schedules.make(config, data.manifest.train.examples, total_steps)
+    except ValueError as error:
+        raise config_module.UsageError(str(error)) from None
 
 
-def _network(config, data):
+def network(config, data):
+    """The plain model. Raises UsageError."""
     try:
         return build(config.model, data.image_shape, len(data.manifest.classes))
     except ValueError as error:
@@ -121,61 +158,59 @@ def trainer(config, plain) -> Trainer:
     )
 
 
-def compile_trainer(model, optimizer, config, classes, metrics=()):
-    """Cross entropy of logits; top-1, and top-5 where there are more than five classes."""
-    top_5 = [keras.metrics.SparseTopKCategoricalAccuracy(k=5, name="top_5")] if classes > 5 else []
+def compile_trainer(model, optimizer, config, classes, metrics=(), schedule=None):
+    """Cross entropy of logits; top-1, and top-5 where there are more than five classes.
+
+    With label smoothing (Szegedy et al. 2016, section 7) the labels are one-hot: see `data.load`.
+    """
+    if config.label_smoothing:
+        loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=config.label_smoothing)
+        top_1, top_5 = keras.metrics.CategoricalAccuracy, keras.metrics.TopKCategoricalAccuracy
+    else:
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        top_1, top_5 = keras.metrics.SparseCategoricalAccuracy, keras.metrics.SparseTopKCategoricalAccuracy
+    accuracies = [top_1(name="top_1"), *([top_5(k=5, name="top_5")] if classes > 5 else [])]
     model.compile(
         optimizer,
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=[keras.metrics.SparseCategoricalAccuracy(name="top_1"), *top_5, *metrics],
+        loss,
+        metrics=[*accuracies, *metrics],
         jit_compile=config.jit_compile,
         steps_per_execution=config.steps_per_execution,
+        auto_scale_loss=not config.loss_scale,
+        schedule=schedule,
     )
 
 
-def optimizer(config, total_steps):
-    """The configured optimizer; a schedule runs over `total_steps`."""
-    rate = config.learning_rate
-    if config.schedule == "cosine":
-        rate = keras.optimizers.schedules.CosineDecay(rate, total_steps)
-    common = {"learning_rate": rate, "weight_decay": config.weight_decay or None}
-    match config.optimizer:
-        case "sgd":
-            return keras.optimizers.SGD(**common)
-        case "momentum" | "nesterov":
-            return keras.optimizers.SGD(momentum=0.9, nesterov=config.optimizer == "nesterov", **common)
-        case "adam":
-            return keras.optimizers.Adam(**common)
-        case "adamw":
-            return keras.optimizers.AdamW(**common)
-    raise AssertionError(config.optimizer)
-
-
-def _narrate(config, data, replicas, steps_per_epoch, epochs, say):
-    manifest = data.manifest
-    say(
-        f"{config.model} on {config.dataset}: {manifest.train.examples:,} examples in {len(manifest.train.shards)} shards "
-        f"to train with, {manifest.test.examples:,} held out"
+def plan(config, data, replicas, steps_per_epoch, epochs):
+    """What is going to be done, in lines; every quantity that was derived is said."""
+    train, held_out = data.manifest.train, data.manifest.test
+    yield (
+        f"{config.model} on {config.dataset}: {train.examples:,} examples in {len(train.shards)} shards "
+        f"to train with, {held_out.examples:,} held out"
     )
-    say(
+    workers = f"{replicas} {'worker' if replicas == 1 else 'workers'}"
+    yield (
         f"global batch {config.global_batch_size} = {config.logical_replicas} logical replicas x {config.replica_batch_size}; "
-        f"{config.logical_replicas // replicas} on each of {replicas} {'worker' if replicas == 1 else 'workers'}"
+        f"{config.logical_replicas // replicas} on each of {workers}"
     )
-    say(
-        f"{epochs} epochs of {steps_per_epoch} steps (round({manifest.train.examples:,} / {config.global_batch_size})); "
-        f"{config.intra_op_threads} intra-op thread a worker (part of the run: the bits follow it)",
-        flush=True,
+    threads = f"{config.intra_op_threads} intra-op {'thread' if config.intra_op_threads == 1 else 'threads'}"
+    yield (
+        f"{epochs} epochs of {steps_per_epoch} steps (round({train.examples:,} / {config.global_batch_size})); "
+        f"{threads} a worker (part of the run: the bits follow it)"
     )
 
 
-def _write_config(config, manifest, replicas):
-    """Leaves what this run was made of beside its model, whole or not at all."""
-    record = {
+def configuration(config, manifest, replicas, me) -> dict:
+    """What config.json holds: everything resolved, and what it ran with."""
+    return {
         **dataclasses.asdict(config),
         "replicas": replicas,
+        "cluster": me.addresses if me else (),
+        "devices": [device.name for device in tf.config.list_logical_devices()],
         "classes": manifest.classes,
         "label_offset": manifest.label_offset,
         "data_manifest": manifest.digest(),
+        "source_revision": run_dir.source_revision(),
         "versions": {
             "lockstep": app.__version__,
             "python": platform.python_version(),
@@ -184,7 +219,3 @@ def _write_config(config, manifest, replicas):
             "numpy": np.__version__,
         },
     }
-    path = os.path.join(config.run_dir, "config.json")
-    with tf.io.gfile.GFile(path + ".tmp", "w") as file:
-        file.write(json.dumps(record, indent=2) + "\n")
-    tf.io.gfile.rename(path + ".tmp", path, overwrite=True)

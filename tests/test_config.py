@@ -7,18 +7,18 @@ import time
 
 import pytest
 
-from app import config
+from app import command_line, config
 
 
 def test_the_recipe_of_a_data_set_is_its_default_and_flags_come_on_top():
-    resolved, workers, _ = config.parse(["--dataset=digits", "--epochs=3", "--workers=2"])
-    assert (resolved.optimizer, resolved.epochs, resolved.logical_replicas, workers) == ("adam", 3, 4, 2)
-    assert config.parse(resolved.to_flags()) == (resolved, None, {})
+    resolved, options = command_line.parse(["--dataset=digits", "--epochs=3", "--workers=2"])
+    assert (resolved.optimizer, resolved.epochs, resolved.logical_replicas, options.workers) == ("adam", 3, 4, 2)
+    assert command_line.parse(resolved.to_flags())[0] == resolved
 
 
 def test_run_directories_differ_exactly_if_results_may():
     def directory(*flags):
-        return config.parse(list(flags))[0].run_dir
+        return command_line.parse(list(flags))[0].run_dir
 
     assert directory() == directory("--workers=2") == directory("--communication=ring", "--steps_per_execution=4")
     assert len({directory(), directory("--seed=2"), directory("--logical_replicas=2"), directory("--noidentical")}) == 4
@@ -43,14 +43,14 @@ def test_run_directories_differ_exactly_if_results_may():
 )
 def test_a_mistake_is_one_line_that_says_what_would_do(flags, says):
     with pytest.raises(config.UsageError) as error:
-        config.parse(flags)
+        command_line.parse(flags)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_all_mistakes_are_told_at_once():
     with pytest.raises(config.UsageError) as error:
-        config.parse(["--model=x", "--schedule=y", "--epochs=0"])
+        command_line.parse(["--model=x", "--schedule=y", "--epochs=0"])
     assert len(str(error.value).splitlines()) == 3
 
 

@@ -1,0 +1,131 @@
+"""Flags and recipes, read into a Config: absl's flags, and files of them, one a line."""
+
+import dataclasses
+import difflib
+import pathlib
+import typing
+
+from absl import flags
+
+from app import config as config_module
+from app.config import Config, UsageError
+
+ROOT = pathlib.Path(__file__).parent.parent
+RECIPES = ROOT / "recipes"
+_TEXT = {str: "DEFINE_string", int: "DEFINE_integer", float: "DEFINE_float", bool: "DEFINE_bool"}
+_CLUSTER = {
+    "workers": "start so many worker processes on this machine; default: this process alone",
+    "worker_hosts": "addresses of all workers, host:port,host:port, on several machines (instead of TF_CONFIG)",
+    "task_index": "which of them this process is, from 0",
+}
+_WIDTH, _COLUMN = 128, 28
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a command line says beside the Config.
+
+    Attributes:
+      workers: of a cluster on this machine, or None.
+      worker_hosts, task_index: of a cluster of several machines; "" and None.
+      recipe: the file of flags that the Config is based on, relative to the project's folder; "" if there is none.
+      extra: {further flag of the command: text, or ""}.
+    """
+
+    workers: int | None
+    worker_hosts: str
+    task_index: int | None
+    recipe: str
+    extra: dict[str, str]
+
+
+def parse(arguments: list[str], extra: tuple[str, ...] = (), base: dict | None = None) -> tuple[Config, Options]:
+    """Reads flags, on top of a recipe: the --flagfile given, or else recipes/<dataset>-<model>.flags or <dataset>.flags.
+
+    Args:
+      arguments: flags, without program and command.
+      extra: names of further flags that take text, for commands that need more than a Config.
+      base: values instead of a recipe's: the configuration of an earlier run.
+    Raises:
+      UsageError: with a line for each problem.
+    """
+    arguments = [_found(argument) for argument in arguments]
+    given = _parsed(arguments, extra)
+    files = [argument.partition("=")[2] for argument in arguments if argument.startswith("--flagfile=")]
+    if base is not None:
+        before = [f"--{name}={value}" for name, value in base.items()]
+    elif files:
+        before = []
+    else:
+        names = (f"{given.dataset}-{given.model}", given.dataset)
+        files = [str(path) for name in names if (path := RECIPES / f"{name}.flags").exists()][:1]
+        before = [f"--flagfile={path}" for path in files]
+    given = _parsed([*before, *arguments], extra)
+    problems = []
+    if given.workers is not None and given.workers < 1:
+        problems.append(f"--workers={given.workers}: at least 1")
+    try:
+        config = config_module.resolved({f.name: getattr(given, f.name) for f in dataclasses.fields(Config)})
+    except UsageError as error:
+        problems += str(error).splitlines()
+    if problems:
+        raise UsageError("\n".join(problems))
+    options = Options(
+        given.workers,
+        given.worker_hosts or "",
+        given.task_index,
+        ", ".join(str(pathlib.Path(file).resolve()).removeprefix(f"{ROOT}/") for file in files),
+        {name: getattr(given, name) or "" for name in extra},
+    )
+    return config, options
+
+
+def help_text() -> str:
+    """The flags by group, each with its meaning, its choices and its default."""
+    groups: dict[str, list[str]] = {"Cluster": [_entry(f"--{name}", text) for name, text in _CLUSTER.items()]}
+    for f in dataclasses.fields(Config):
+        name = f"--[no]{f.name}" if f.type is bool else f"--{f.name}"
+        choices = f" ({', '.join(f.metadata['choices'])})" if f.metadata["choices"] and f.name != "model" else ""
+        default = "" if f.default in ("", False) else f" [{str(f.default).lower()}]"
+        groups.setdefault(f.metadata["group"], []).append(_entry(name, f.metadata["help"] + choices + default))
+    groups["Run"].append(_entry("--flagfile", "a recipe: flags in a file, one a line; later flags win"))
+    return "\n\n".join(f"{group}\n" + "\n".join(lines) for group, lines in groups.items())
+
+
+def _entry(name, text):
+    lines = [""]
+    for word in text.split():
+        if len(lines[-1]) + len(word) + 1 > _WIDTH - _COLUMN:
+            lines.append("")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return f"  {name:<{_COLUMN - 2}}" + f"\n{' ' * _COLUMN}".join(lines)
+
+
+def _found(argument):
+    """A --flagfile that is not in the current folder is looked for in the project's."""
+    name, _, path = argument.partition("=")
+    if name == "--flagfile" and not pathlib.Path(path).exists() and (ROOT / path).exists():
+        return f"{name}={ROOT / path}"
+    return argument
+
+
+def _parsed(arguments, extra=()):
+    values = flags.FlagValues()
+    types = typing.get_type_hints(Config)
+    for f in dataclasses.fields(Config):
+        getattr(flags, _TEXT[types[f.name]])(f.name, f.default, f.metadata["help"], flag_values=values)
+    for name in extra:
+        flags.DEFINE_string(name, None, "", flag_values=values)
+    for name in _CLUSTER:
+        define = flags.DEFINE_string if name == "worker_hosts" else flags.DEFINE_integer
+        define(name, None, _CLUSTER[name], flag_values=values)
+    try:
+        rest = values(["train", *arguments])[1:]
+    except flags.UnrecognizedFlagError as error:
+        near = difflib.get_close_matches(error.flagname.removeprefix("no"), list(values), n=1)
+        raise UsageError(f"--{error.flagname} is no flag{f'; did you mean --{near[0]}?' if near else ''}") from None
+    except flags.Error as error:
+        raise UsageError(" ".join(str(error).removeprefix("ERROR:: ").replace("flag --", "--").split())) from None
+    if rest:
+        raise UsageError(f"{rest[0]!r} is not a flag; flags are written --name=value")
+    return values
