@@ -10,7 +10,7 @@ from app import optimizers, run_dir, schedules
 from app.train import network, plan, rate
 from cluster.tree import maximal_nodes
 
-_TENSORFLOW_MB = 450  # resident memory of a process that has imported TensorFlow and Keras (measured on Linux, CPU)
+_TENSORFLOW_MB = 850  # resident memory of a worker on Linux whose network and data are tiny (measured, CPU)
 
 
 def lines(config, workers: int, recipe: str):
@@ -45,7 +45,7 @@ def lines(config, workers: int, recipe: str):
     yield ""
     optimizer.build(plain.trainable_variables)
     for name, size in memory(plain, optimizer, config, workers).items():
-        yield f"{size / 1e6:>8,.0f} MB  {name}"
+        yield f"{size / 1e6:>10,.1f} MB  {name}"
     yield ""
     share = config.logical_replicas // workers
     for worker in range(workers):
@@ -84,7 +84,7 @@ def memory(plain, optimizer, config, workers: int) -> dict[str, int]:
         "partial sums of gradients": lists * (weights + state),
         "packs of the reduction": 3 * (weights + state) if workers > 1 else 0,
         f"layers' outputs of {config.replica_batch_size} examples, twice": 2 * outputs,
-        "Python, TensorFlow, Keras": _TENSORFLOW_MB << 20,
+        "Python, TensorFlow, Keras": _TENSORFLOW_MB * 10**6,
     }
     return found | {"estimated for each worker, without data buffers": sum(found.values())}
 

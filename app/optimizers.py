@@ -114,8 +114,8 @@ def problems(config) -> list[str]:
         users = [rule for rule, (_, flags) in _RULES.items() if name in flags]
         if config.optimizer not in users and getattr(config, name) != defaults[name]:
             found.append(
-                f"--{name}={getattr(config, name)}: --optimizer={config.optimizer} has none; leave it out, or use one of "
-                f"{', '.join(users)}"
+                f"--{name}={getattr(config, name)}: --optimizer={config.optimizer} has none; leave it out, or take it back "
+                f"with --{name}={defaults[name]}, or use one of {', '.join(users)}"
             )
     if config.clip_norm and config.clip_value:
         found.append(f"--clip_norm={config.clip_norm} and --clip_value={config.clip_value}: give one of them")

@@ -102,12 +102,12 @@ def make(config, examples: int, total_steps: int) -> Schedule:
     Args:
       config: `problems(config)` is empty.
       examples: training examples.
-      total_steps: of the run; `cosine` and `polynomial` end there.
+      total_steps: of the run; `cosine` and `polynomial` end there. A run that is cut short may end within the warm-up.
     Raises:
-      ValueError: if the warm-up does not fit into the run, or a decay comes more often than once a step.
+      ValueError: if a decay comes more often than once a step.
     """
     per_unit = Fraction(examples, config.global_batch_size) if config.schedule_unit == "epochs" else Fraction(1)
-    rate, boundaries, values = base_rate(config), [], []
+    rate = base_rate(config)
     if config.schedule == "piecewise":
         values, boundaries = _piecewise(config.piecewise)
         rate, *values = [value * _scale(config) for value in values]
@@ -120,11 +120,6 @@ def make(config, examples: int, total_steps: int) -> Schedule:
     if 0 < interval < 1 and config.schedule == "step":
         raise ValueError(f"--decay_every={config.decay_every} {config.schedule_unit} are less than a step: use a larger one")
     warmup_steps = math.floor(_exact(config.warmup) * per_unit)
-    if warmup_steps > total_steps:
-        raise ValueError(
-            f"--warmup={config.warmup} {config.schedule_unit} are {warmup_steps:,} steps, and the run has {total_steps:,}: "
-            "use a shorter warm-up, or 0, or a longer run"
-        )
     return Schedule(
         config.schedule,
         rate,
@@ -149,24 +144,15 @@ def problems(config) -> list[str]:
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     found = [
         f"--{name}={getattr(config, name)} is for --schedule={' or '.join(users)}; --schedule={config.schedule} does without: "
-        "leave it out"
+        f"leave it out, or take it back with --{name}={defaults[name]}"
         for name, users in _USED_BY.items()
         if config.schedule not in users and getattr(config, name) != defaults[name]
     ]
-    first = Fraction(0)
     try:
-        if config.schedule == "step":
-            if bool(config.boundaries) == bool(config.decay_every):
-                given = f"--boundaries={config.boundaries} and --decay_every={config.decay_every}: "
-                given = given if config.decay_every else "--schedule=step does not say when: "
-                raise ValueError(given + "give either --boundaries, as 30,60,80,90, or --decay_every")
-            first = _boundaries(config.boundaries)[0] if config.boundaries else _exact(config.decay_every)
-        elif config.schedule == "piecewise":
-            first = next(iter(_piecewise(config.piecewise)[1]), first)
-        elif config.schedule == "exponential" and not config.decay_every:
-            raise ValueError("--schedule=exponential needs --decay_every: in how long it multiplies by --decay_rate once")
+        first = _first_change(config)
     except ValueError as error:
         found.append(str(error))
+        first = 0
     if 0 < first < _exact(config.warmup):
         found.append(f"--warmup={config.warmup} goes on after the first change, at {float(first):g}: use a shorter one")
     if config.schedule in _USED_BY["min_learning_rate"] and config.min_learning_rate > base_rate(config):
@@ -180,16 +166,15 @@ def table(schedule: Schedule) -> str:
     """The rate at the start, the end of the warm-up, the changes (or quarters of a smooth decay) and the last step."""
     start, end = schedule.warmup_steps, schedule.total_steps
     if schedule.pieces:
-        changes = [first for first, _ in schedule.pieces]
+        changes = [first for first, _ in schedule.pieces if first < end]
     elif schedule.kind == "step":
         changes = range(schedule.interval, end, schedule.interval)
     else:
         changes = [start + (end - start) * i // 4 for i in (1, 2, 3) if schedule.kind != "constant"]
     shown = [*changes] if len(changes) < 8 else [*changes[:4], *changes[-3:]]
     lines = [f"{'step':>10}{'epoch':>9}  learning rate"]
-    for step in sorted({0, start, *shown, end - 1}):
-        if 0 <= step < end:
-            lines.append(f"{step:>10,}{step / schedule.steps_per_epoch:>9.2f}  {schedule.at(step):.6g}")
+    for step in sorted({0, min(start, end - 1), *shown, end - 1}):
+        lines.append(f"{step:>10,}{step / schedule.steps_per_epoch:>9.2f}  {schedule.at(step):.6g}")
         if len(changes) >= 8 and step == shown[3]:
             lines.append(f"{'...':>10}")
     return "\n".join(lines)
@@ -197,6 +182,19 @@ def table(schedule: Schedule) -> str:
 
 def _scale(config):
     return config.global_batch_size / config.learning_rate_for if config.learning_rate_for else 1.0
+
+
+def _first_change(config):
+    """Where `step` or `piecewise` first changes the rate, in the schedule's unit; 0: nowhere. ValueError if no flag says."""
+    if config.schedule == "step":
+        if config.boundaries and config.decay_every:
+            raise ValueError(f"--boundaries={config.boundaries} and --decay_every={config.decay_every}: give one of them")
+        if not config.boundaries and not config.decay_every:
+            raise ValueError("--schedule=step needs --boundaries, as 30,60,80,90, or --decay_every")
+        return _boundaries(config.boundaries)[0] if config.boundaries else _exact(config.decay_every)
+    if config.schedule == "exponential" and not config.decay_every:
+        raise ValueError("--schedule=exponential needs --decay_every: how long it takes to multiply by --decay_rate once")
+    return next(iter(_piecewise(config.piecewise)[1]), 0) if config.schedule == "piecewise" else 0
 
 
 def _exact(number: float | str) -> Fraction:

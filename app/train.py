@@ -147,8 +147,7 @@ def network(config, data):
     try:
         return build(config.model, data.image_shape, len(data.manifest.classes))
     except ValueError as error:
-        reason = str(error).splitlines()[0]
-        raise config_module.UsageError(f"--model={config.model} cannot take images of {data.image_shape}: {reason}") from None
+        raise config_module.UsageError(f"--model={config.model}: {str(error).splitlines()[0]}") from None
 
 
 def trainer(config, plain) -> Trainer:
