@@ -72,6 +72,8 @@ def _train(arguments):
     dry, arguments = "--dry_run" in arguments, [argument for argument in arguments if argument != "--dry_run"]
     settings, options = command_line.parse(arguments)
     if dry:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # nothing is computed
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if settings.verbose else "3")  # TensorFlow misses the GPU aloud
         _settle(settings)
         with quiet.hushed(not settings.verbose):
             from app import dry_run
@@ -233,4 +235,7 @@ def _told(error, status):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except BrokenPipeError:  # as `./run.sh models | head` ends it
+        os._exit(128 + 13)

@@ -77,7 +77,9 @@ class Config:
         0, "Learning rate", "global batch that the rate is meant for: it is scaled by B / this; 0: not scaled", least=0
     )
     schedule: str = _field("constant", "Learning rate", "how the rate goes on after the warm-up", schedules.SCHEDULES)
-    schedule_unit: str = _field("epochs", "Learning rate", "unit of warmup, boundaries, decay_every, piecewise; steps are global", ("epochs", "steps"))
+    schedule_unit: str = _field(
+        "epochs", "Learning rate", "unit of warmup, boundaries, decay_every, piecewise; steps are global", ("epochs", "steps")
+    )
     warmup: float = _field(0.0, "Learning rate", "length of the linear rise from 0")
     boundaries: str = _field("", "Learning rate", "where `step` multiplies by the decay rate, as 30,60,80,90")
     decay_every: float = _field(0.0, "Learning rate", "how often `step` and `exponential` do so")
