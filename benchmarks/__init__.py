@@ -1,0 +1,1 @@
+"""The speed of Lockstep against its peers and against bare TensorFlow; `python -m benchmarks.compare` measures it."""
