@@ -49,6 +49,6 @@ export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1 # our module
 if [[ ${1-} == test ]]; then
     shift
     cd "$root"
-    exec "$venv/bin/python" -m pytest "$@"
+    exec "$venv/bin/python" -m tests "$@"
 fi
 exec "$venv/bin/python" -m app "$@"

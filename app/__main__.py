@@ -1,5 +1,6 @@
 """The command line: `./run.sh [command] [flags]` ends here."""
 
+import dataclasses
 import difflib
 import json
 import os
@@ -7,15 +8,22 @@ import subprocess
 import sys
 
 import app
-from app import command_line, config, run_dir
+from app import benchmark_flags, command_line, config, doctor, run_dir, startup, verify_flags
 from app.config import UsageError
-from cluster import launcher, quiet, rendezvous, spec
+from cluster import launcher, preflight, quiet, spec
 
 USAGE = """usage: ./run.sh [command] [flags]
 
   train        train a model (the default; without flags: the digits, on two workers); --dry_run tells what would be done
   evaluate     evaluate a model on the held-out examples: --run_dir=DIR of a run, or --keras_file=FILE and the data's flags;
                --confusion=PNG draws the confusion matrix, --predictions=CSV writes every prediction, in input order
+  benchmark    the speed of a step and where its time goes, on a batch in memory; --data=real for the data set; --scaling=1,2,4
+               by workers; --allreduce for the reduction alone; --json, --csv, --picture write what was measured
+  doctor       whether this machine could train, or a cluster: with --workers, or started in each of its processes; with the
+               flags of train
+  verify       prove it: the flags of train, on --on=1,2,4 workers one after the other, every step compared to the last bit
+  repeat       what is noise? the flags of train, with --seeds=5 seeds: mean, spread and a picture of the final numbers
+  compare      compare RUN_A RUN_B: at which step and in which stage two recorded runs part, and the cause, by replaying it
   prepare      turn a data set into TFRecord shards and a manifest; training does so by itself for small sets
   models       list the networks: input, classes, trainable parameters, source
   tensorboard  show runs in a browser: --run_dir=DIR of one, or all in runs/; --port=N; on this machine alone, or --bind_all
@@ -52,7 +60,13 @@ def main(arguments: list[str]) -> int:
     commands = {
         "train": _train,
         "evaluate": _evaluate,
+        "benchmark": _benchmark,
+        "doctor": _doctor,
         "prepare": _prepare,
+        "verify": _verify,
+        "compare": _compare,
+        "repeat": _repeat,
+        "rounding": _rounding,
         "models": _models,
         "tensorboard": _tensorboard,
     }
@@ -82,7 +96,13 @@ def _train(arguments):
         for line in dry_run.lines(settings, workers, options.recipe):
             print(line)
         return 0
-    return _on_workers("train", settings, options, lambda train, _: lambda strategy: train(settings, strategy))
+
+    def part():
+        from app.train import train
+
+        return lambda strategy: train(settings, strategy)
+
+    return _on_workers("train", settings, options, part)
 
 
 def _evaluate(arguments):
@@ -93,14 +113,83 @@ def _evaluate(arguments):
         try:
             with open(os.path.join(directory, "config.json")) as file:
                 recorded = json.load(file)
-            base = {name: recorded[name] for name in config.Config.__dataclass_fields__}
+            base = {
+                name: recorded[name] for name in config.Config.__dataclass_fields__ if name in recorded or name == "dataset"
+            }
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UsageError(f"--run_dir={directory} is no run: {error}; or name a --keras_file") from None
         settings, options = command_line.parse([*arguments, f"--run_dir={directory}"], names, base)
         options.extra["keras_file"] = os.path.join(directory, "model.keras")
-    return _on_workers(
-        "evaluate", settings, options, lambda _, evaluate: lambda strategy: evaluate(settings, strategy, **options.extra)
-    )
+
+    def part():
+        from app.evaluate import evaluate
+
+        return lambda strategy: evaluate(settings, strategy, **options.extra)
+
+    return _on_workers("evaluate", settings, options, part)
+
+
+def _benchmark(arguments):
+    settings, options = command_line.parse(benchmark_flags.with_default_data(arguments), own=benchmark_flags.Flags)
+    flags, member = options.own, _member(options)
+    settings = benchmark_flags.settled(settings, flags, options.workers, member)
+    if flags.allreduce:
+        options = dataclasses.replace(options, recipe="")  # it has no part in it
+    if flags.scaling:
+        from app import benchmark_scaling
+
+        return benchmark_scaling.run(settings, flags)
+
+    def part():
+        import tensorflow as tf
+
+        from app.benchmark import benchmark
+
+        tf.config.threading.set_inter_op_parallelism_threads(flags.inter_op_threads)
+        return lambda strategy: benchmark(settings, flags, strategy)
+
+    return _on_workers("benchmark", settings, options, part, reads=flags.data == "real" and not flags.allreduce)
+
+
+def _doctor(arguments):
+    settings, options = command_line.parse(arguments)
+    part = lambda strategy: doctor.through_tensorflow(settings, strategy)  # noqa: E731
+    return _on_workers("doctor", settings, options, lambda: part, reads=False)
+
+
+def _compare(arguments):
+    from app import compare_command
+
+    return compare_command.run(arguments)
+
+
+def _verify(arguments):
+    settings, options = command_line.parse(arguments, own=verify_flags.VerifyFlags)
+    settings, flags = verify_flags.settled_verify(settings, options.own, options, _member(options))
+    from app import verify
+
+    return verify.run(settings, flags)
+
+
+def _repeat(arguments):
+    settings, options = command_line.parse(arguments, own=verify_flags.RepeatFlags)
+    flags = verify_flags.settled_repeat(settings, options.own, options, _member(options))
+    from app import repeat
+
+    return repeat.run(settings, flags, options)
+
+
+def _rounding(arguments):
+    """The reference that `verify --noidentical` runs."""
+    settings, options = command_line.parse(arguments)
+
+    def part():
+        from app.rounding import Disturbance
+        from app.train import train
+
+        return lambda strategy: train(settings, strategy, [Disturbance(settings.seed)])
+
+    return _on_workers("train", settings, options, part)
 
 
 def _prepare(arguments):
@@ -157,8 +246,14 @@ def _member(options):
     return member
 
 
-def _on_workers(command, settings, options, part):
-    """This process's part of a command, or, with --workers, a local cluster of processes that do theirs."""
+def _on_workers(command, settings, options, part, reads=True):
+    """This process's part of a command, or, with --workers, a local cluster of processes that do theirs.
+
+    Args:
+      command: its name, and settings and options, what it was asked.
+      part: imports what the command needs, and returns its function of the strategy.
+      reads: whether it needs the data set, prepared.
+    """
     workers, member = options.workers, _member(options)
     if workers is not None and member:
         raise UsageError(
@@ -167,23 +262,24 @@ def _on_workers(command, settings, options, part):
         )
     replicas = workers or (member.workers if member else 1)
     what = "--workers={}" if workers else "a cluster of {} workers"
-    if problem := config.batch_problem(settings.global_batch_size, settings.logical_replicas, replicas, what):
+    problem = config.batch_problem(settings.global_batch_size, settings.logical_replicas, replicas, what)
+    if problem and command != "doctor":  # which says it beside the rest
         raise UsageError(problem)
     if workers is None:
-        if member:
-            rendezvous.check_own_address(member)
-        return _work(command, settings, part)
+        return _work(command, settings, part, member)
     if command == "train" and (ended := run_dir.finished(settings)):
         print(ended)
         return 0
     if options.recipe and not settings.quiet:
         print(f"recipe {options.recipe}", flush=True)
     program = [sys.executable, "-m", "app"]
-    if not os.path.exists(settings.prepared_path()):  # once, instead of in each worker
+    if reads and not os.path.exists(settings.prepared_path()):  # once, instead of in each worker
         done = subprocess.run([*program, "prepare", "--for_training=yes", *settings.to_flags()])
         if done.returncode:
             return done.returncode
     flags = [f"--{name}={value}" for name, value in options.extra.items() if value]
+    flags += options.own.to_flags() if options.own else []
+    startup.pass_on(startup.process_began())
     return launcher.run([*program, command, *settings.to_flags(), *flags], workers)
 
 
@@ -193,38 +289,63 @@ def _settle(settings):
     sys.path.append(os.getcwd())  # for the user's own package.module:function; last, so that it hides nothing of ours
 
 
-def _work(command, settings, part):
-    """Does this process's part; ends the process."""
-    instead = None
+def _met(command, settings, member):
+    """Meets the other workers, before TensorFlow is imported, which takes seconds; `cluster.run` looks again when it is.
+
+    Returns:
+      (what this process says about itself, what the chief says that all are to end with instead: (exit status, text), or None).
+    """
+    instead, examine = None, command == "doctor"
     if command == "train":
         try:
             instead = (ended := run_dir.finished(settings)) and (0, ended)
         except UsageError as error:
             instead = 2, f"error: {error}"
+    card = doctor.card(settings, member, examine) if member or examine else None
+    if member:
+        show = doctor.shown(settings, card, member) if examine else None
+        word, seconds = json.dumps(instead), settings.start_timeout_s
+        instead = json.loads(preflight.check(member, card, seconds, word, settings.identical, "imports", show))
+        startup.mark("meeting")
+    elif examine:
+        doctor.alone(settings, card)
+    return card, instead
+
+
+def _work(command, settings, part, member):
+    """Does this process's part; ends the process."""
     _settle(settings)
+    card, instead = _met(command, settings, member)
+    if instead:
+        print(instead[1], file=sys.stderr if instead[0] else sys.stdout)
+        return instead[0]
     with quiet.hushed(not settings.verbose):
-        from app.evaluate import evaluate
+        from app.against import Differs
         from app.faults import DataFault
-        from app.train import train
         from cluster import runtime
 
+        work = part()
+    startup.mark("imports")
+
     def guarded(strategy):
+        startup.mark("cluster")
         try:
-            part(train, evaluate)(strategy)
+            work(strategy)
         except UsageError as error:
             return _told(error, 2)
-        except DataFault as error:
+        except (DataFault, Differs) as error:
             return _told(error, 1)
         return 0
 
-    runtime.run(
+    return runtime.run(
         guarded,
         settings.identical,
         settings.intra_op_threads,
         settings.seed,
         settings.communication,
         settings.verbose,
-        instead,
+        start_timeout_s=settings.start_timeout_s,
+        card=card,
     )
 
 

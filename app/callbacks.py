@@ -1,8 +1,10 @@
-"""Keras callbacks of a run: evaluation at chosen steps."""
+"""Keras callbacks of a run: evaluation at chosen steps, a profiler's trace of some steps."""
 
+import os
 import time
 
 import keras
+import tensorflow as tf
 
 
 class EvaluateAt(keras.callbacks.Callback):
@@ -47,3 +49,44 @@ class EvaluateAt(keras.callbacks.Callback):
         numbers = "  ".join(f"{name} {value:.4f}" for name, value in logs.items())
         self._tell(logs, self._done, time.monotonic() - began)
         self._say(f"step {self._done}  held out: {numbers}  [{self.model.examples_evaluated} examples]")
+
+
+class Profile(keras.callbacks.Callback):
+    """Leaves a trace of some training steps for TensorBoard's profiler, in plugins/profile/ of a directory.
+
+    Every worker traces itself, into a directory of its own. With several steps an execution the trace begins with the
+    execution in which the first step lies, and ends with that of the last.
+
+    Args:
+      steps: (first, last), both traced, counted from 1 over the whole run.
+      directory: where to.
+      say: prints a line.
+    """
+
+    def __init__(self, steps, directory, say=print):
+        super().__init__()
+        (self._first, self._last), self._directory, self._say = steps, directory, say
+        self._began, self._tracing = None, False
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self._began is None:
+            coming = self.model.step + 1
+            if self._first < coming + self.model.steps_per_execution and coming <= self._last:
+                self._began, self._tracing = coming, True
+                tf.profiler.experimental.start(self._directory)
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self._tracing and self.model.step >= self._last:
+            self._stop()
+
+    def on_train_end(self, logs=None):
+        if self._tracing:
+            self._stop()
+        if self._began is None:
+            self._say(f"no trace: the run had no step from {self._first} to {self._last}")
+
+    def _stop(self):
+        tf.profiler.experimental.stop()
+        self._tracing = False
+        where = os.path.join(self._directory, "plugins", "profile")
+        self._say(f"traced  steps {self._began} to {self.model.step}: {where}")

@@ -19,6 +19,7 @@ DATASETS = (*sources.NAMES, "imagenet")
 DECAYS = ("decoupled", "l2")
 DTYPES = ("float32", "mixed_bfloat16", "mixed_float16")
 COMMUNICATIONS = ("auto", "ring", "nccl")
+_EACH_WORKERS_OWN = ("data_dir", "prepared_dir", "run_dir", "quiet", "verbose", "start_timeout_s", "verify_against")
 
 
 class UsageError(ValueError):
@@ -94,9 +95,17 @@ class Config:
     jit_compile: bool = _field(False, "Arithmetic", "compile the passes with XLA")
     steps_per_execution: int = _field(1, "Execution", "steps in one call; callbacks see every so many", least=1, result=False)
     communication: str = _field("auto", "Execution", "hint for collectives; changes no bit", COMMUNICATIONS, result=False)
+    start_timeout_s: int = _field(60, "Execution", "how long the workers wait for one another", least=1, result=False)
     run_dir: str = _field("", "Output", "where the run is written; default: runs/ and a name of its own", result=False)
     tensorboard: bool = _field(True, "Output", "write events for TensorBoard", result=False)
     log_every_steps: int = _field(1, "Output", "steps between two lines of metrics.jsonl and points", least=1, result=False)
+    profile_steps: str = _field("", "Output", "trace these steps for TensorBoard's profiler, as 100:110", result=False)
+    fingerprint_every: int = _field(
+        100, "Output", "steps between two lines of fingerprints.jsonl, which compare reads; 0: none", least=0, result=False
+    )
+    verify_against: str = _field(
+        "", "Output", "run directory of the same run on one machine: end at the first difference from it", result=False
+    )
     quiet: bool = _field(False, "Output", "print the summary alone", result=False)
     verbose: bool = _field(False, "Output", "show TensorFlow's own messages", result=False)
 
@@ -105,9 +114,19 @@ class Config:
         """b, the examples of a logical replica."""
         return self.global_batch_size // self.logical_replicas
 
+    @property
+    def profiled(self) -> tuple[int, int] | None:
+        """The first and the last step to trace, counted from 1; None if there is none."""
+        match = re.fullmatch(r"([1-9]\d{0,8}):([1-9]\d{0,8})", self.profile_steps)
+        return (int(match[1]), int(match[2])) if match and int(match[1]) <= int(match[2]) else None
+
     def result_fields(self) -> dict:
         """The fields that decide the result: equal here means equal runs."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["result"]}
+
+    def shared_fields(self) -> dict:
+        """The fields that have to be the same on all workers of a run."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in _EACH_WORKERS_OWN}
 
     def to_flags(self) -> list[str]:
         """The flags that give this configuration."""
@@ -172,6 +191,10 @@ def _contradictions(config):
         yield f"--model={config.model}: {problem}"
     if not all(part.isdecimal() for part in config.eval_at_steps.split(",") if config.eval_at_steps):
         yield f"--eval_at_steps={config.eval_at_steps}: numbers of steps, as 10,100,1000"
+    if config.profile_steps and not config.profiled:
+        yield f"--profile_steps={config.profile_steps}: the first and the last step, counted from 1, as 100:110"
+    if config.verify_against and not config.identical:
+        yield f"--verify_against={config.verify_against} compares bits, which --noidentical gives away: leave out one of them"
     if config.loss_scale and config.dtype != "mixed_float16":
         yield f"--loss_scale={config.loss_scale} is for --dtype=mixed_float16; --dtype={config.dtype} needs none: leave it out"
 

@@ -5,6 +5,7 @@ import os
 
 import keras
 
+from app import config as config_module
 from app import data as data_module
 from app import optimizers, run_dir, schedules
 from app.train import network, plan, rate
@@ -23,6 +24,9 @@ def lines(config, workers: int, recipe: str):
     Raises:
       UsageError: for what would stop the training at its start.
     """
+    if problem := config_module.batch_problem(config.global_batch_size, config.logical_replicas, workers):
+        raise config_module.UsageError(problem)
+    ended = run_dir.finished(config)
     said = []
     data = data_module.load(config, said.append)
     yield from said
@@ -57,7 +61,6 @@ def lines(config, workers: int, recipe: str):
             f"worker {worker}: logical replicas {mine}, shards {_ranges(shards)} ({len(shards)} files, {size / 1e6:,.1f} MB)"
         )
     yield f"each with --intra_op_threads={config.intra_op_threads}, {config.dtype}, on its GPUs if it has any, else the CPU"
-    ended = run_dir.finished(config)
     yield ended or f"it would be written to {config.run_dir}"
 
 

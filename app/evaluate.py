@@ -22,7 +22,7 @@ class ConfusionCounts(keras.metrics.Metric):
         self.counts = self.add_variable((classes, classes), "zeros", name="counts")
 
     def update_state(self, y_true, y_pred, sample_weight=None):
-        labels = tf.argmax(y_true, -1) if y_true.shape.rank == 2 and y_true.shape[-1] > 1 else tf.reshape(y_true, [-1])
+        labels = tf.argmax(y_true, -1) if len(y_true.shape) == 2 and y_true.shape[-1] > 1 else tf.reshape(y_true, [-1])
         predictions = tf.argmax(y_pred, -1)
         self.counts.assign_add(tf.math.confusion_matrix(labels, predictions, self._classes, dtype=self.counts.dtype))
 

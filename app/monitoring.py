@@ -33,17 +33,18 @@ class Monitor(keras.callbacks.Callback):
         self._sinks, self._batch = sinks, global_batch_size
 
     def on_train_begin(self, logs=None):
-        self._mark = None
+        self._mark = self._evaluated_at = None
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch, self._began = epoch + 1, time.monotonic()
-        self._first, self._mark = self.model.step, None
+        self._first, self._mark, self._stepping = self.model.step, None, 0.0
 
     def on_train_batch_begin(self, batch, logs=None):
         self._mark = self._mark or time.monotonic()  # where the one before ended: what lies between belongs to the step
 
     def on_train_batch_end(self, batch, logs=None):
         records, now = self.model.records(), time.monotonic()
+        self._stepping += now - self._mark
         seconds, self._mark = (now - self._mark) / len(records), now
         for index, values in enumerate(records):
             step = self.model.step - len(records) + 1 + index
@@ -55,15 +56,16 @@ class Monitor(keras.callbacks.Callback):
     def evaluated(self, logs: dict, step: int, seconds: float):
         """To be called with what an evaluation in the middle of training found; its time belongs to no step."""
         self._tell("evaluation", {"step": step, **logs, "examples": self.model.examples_evaluated, "seconds": seconds})
-        self._mark = None
+        self._mark, self._evaluated_at = None, step
 
     def on_epoch_end(self, epoch, logs=None):
         steps, seconds = self.model.step - self._first, time.monotonic() - self._began
         trained = {name: value for name, value in logs.items() if not name.startswith("val_")}
         held_out = {name.removeprefix("val_"): value for name, value in logs.items() if name.startswith("val_")}
-        if held_out:
+        if held_out and self._evaluated_at != self.model.step:  # with --eval_every_steps it may have been told already
             self._tell("evaluation", {"step": self.model.step, **held_out, "examples": self.model.examples_evaluated})
-        speed = {"steps": steps, "seconds": seconds, "images_per_sec": steps * self._batch / seconds}
+        # An epoch's seconds are all of it, evaluations too; its speed is that of its steps.
+        speed = {"steps": steps, "seconds": seconds, "images_per_sec": steps * self._batch / self._stepping}
         held_out = {f"val_{name}": value for name, value in held_out.items()}
         self._tell("epoch", {"epoch": epoch + 1, "step": self.model.step, **trained, **held_out, **speed})
 
@@ -84,7 +86,7 @@ class MetricsFiles:
 
     Args:
       directory: of the run.
-      every: so many steps, a step's line.
+      every: so many steps, a step's line; the first step has one in any case, which shows that a run has begun.
     """
 
     def __init__(self, directory, every=1):
@@ -93,7 +95,7 @@ class MetricsFiles:
         self._columns = None
 
     def step(self, record):
-        if record["step"] % self._every == 0:
+        if _due(record, self._every):
             self._write("step", record)
 
     def evaluation(self, record):
@@ -130,7 +132,7 @@ class TrainEvents:
 
     Args:
       directory: of the run.
-      every: so many steps, a point.
+      every: so many steps, a point; the first step has one in any case.
       text: {title: Markdown}.
     """
 
@@ -141,7 +143,7 @@ class TrainEvents:
             self._train.add_event(Event(wall_time=time.time(), step=0, summary=_bytes_of(text_summary(title, markdown))))
 
     def step(self, record):
-        if record["step"] % self._every == 0:
+        if _due(record, self._every):
             _points(self._train, record["step"], {k: v for k, v in record.items() if k not in ("step", "epoch")})
 
     def evaluation(self, record):
@@ -167,7 +169,7 @@ class WorkerEvents:
 
     Args:
       directory: the worker's own.
-      every: so many steps, a point.
+      every: so many steps, a point; the first step has one in any case.
     """
 
     def __init__(self, directory, every=1):
@@ -175,7 +177,7 @@ class WorkerEvents:
         self._gpus = tf.config.list_logical_devices("GPU")
 
     def step(self, record):
-        if record["step"] % self._every == 0:
+        if _due(record, self._every):
             points = {f"worker/{name}": record[name] for name in ("step_time_s", "input_wait_s")}
             points["worker/memory_mb"] = resident_bytes() / 2**20
             if self._gpus:
@@ -194,6 +196,10 @@ def resident_bytes() -> int:
             return int(file.read().split()[1]) * resource.getpagesize()
     except OSError:  # not Linux: the largest it has been
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _due(record, every):
+    return record["step"] == 1 or record["step"] % every == 0
 
 
 def _points(writer, step, values):

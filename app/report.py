@@ -98,7 +98,7 @@ def confusion_picture(counts: np.ndarray, classes: tuple[str, ...], path: str):
         for row, column in np.argwhere(counts):
             colour = "white" if shares[row, column] > 0.5 else "black"
             axes.text(column, row, str(counts[row, column]), ha="center", va="center", color=colour, size=size)
-    with _renamed(path) as temporary:
+    with renamed(path) as temporary:
         figure.savefig(temporary, format="png", dpi=150, bbox_inches="tight")
 
 
@@ -124,7 +124,7 @@ def write_predictions(path: str, keys, labels, logits: np.ndarray, classes: tupl
     if not len(keys) == len(losses) == len(labels):
         raise ValueError(f"{len(labels)} labels need as many keys and losses, received {len(keys)} and {len(losses)}")
     header = ["index", "key", "label", "label_name", "predicted", "predicted_name", "probability"]
-    with _renamed(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
+    with renamed(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)  # ends lines by CR LF: given LF alone, Python 3.11 does not quote a CR in a key
         writer.writerow(header if example_losses is None else [*header, "loss"])
         for i, (key, label, predicted, loss) in enumerate(zip(keys, labels, predictions, losses, strict=True)):
@@ -168,7 +168,7 @@ def _short(name):
 
 
 @contextlib.contextmanager
-def _renamed(path):
+def renamed(path):
     """A temporary name beside `path`, renamed at the end, so that `path` never holds half a file."""
     temporary = f"{path}.tmp"
     try:

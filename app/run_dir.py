@@ -3,6 +3,7 @@
     config.json     everything resolved, and what it ran with     metrics.jsonl   a line a step, evaluation and epoch
     summary.json    there exactly when the run has finished       metrics.csv     a row an epoch
     model.keras     the trained model                             train/, validation/   TensorBoard's events
+    fingerprints.jsonl   what single steps did: see cluster/fingerprint.py
     worker-0/, ...  each worker's own: log.txt and events
 
 The chief writes what is global, each worker its own subdirectory.
@@ -14,9 +15,10 @@ import pathlib
 import re
 import subprocess
 
+from app import manifest
 from app.config import Config, UsageError
 
-_OURS = {"config.json", "metrics.jsonl", "metrics.csv", "model.keras", "summary.json", "train", "validation"}
+_BEFORE_CONFIG = r"worker-\d+|config\.json\.tmp"  # what a start leaves that ends before it has written config.json
 
 
 def finished(config: Config) -> str | None:
@@ -25,15 +27,14 @@ def finished(config: Config) -> str | None:
     Needs no TensorFlow for a directory on this machine.
 
     Raises:
-      UsageError: if the directory holds something else, another run, or this one unfinished.
+      UsageError: if the directory holds something else, another run, or this one unfinished; or if it cannot be written.
     """
     directory, files = config.run_dir, _files(config.run_dir)
-    if not files:
-        return None
     recorded = _read_json(directory, "config.json")
-    if recorded is None and all(name in _OURS or re.fullmatch(r"worker-\d+|\S+\.tmp", name) for name in files):
-        return None  # a start that came to nothing
-    if recorded is None:
+    if recorded is None and all(re.fullmatch(_BEFORE_CONFIG, name) for name in files):
+        _check_writable(directory)
+        return None
+    if recorded is None or not recorded.keys() & config.result_fields().keys():
         raise UsageError(
             f"--run_dir={directory} holds something else ({', '.join(sorted(files)[:3])}), and no run: name a new directory"
         )
@@ -42,6 +43,8 @@ def finished(config: Config) -> str | None:
         for name, value in config.result_fields().items()
         if recorded.get(name) != value
     ]
+    if (digest := _data_digest(config)) and digest != recorded.get("data_manifest"):
+        other.append(f"the data in {config.prepared_path()} is another")
     if other:
         raise UsageError(f"--run_dir={directory} holds another run: {'; '.join(other)}. Name a new directory, or none")
     if summary := _read_json(directory, "summary.json"):
@@ -50,6 +53,7 @@ def finished(config: Config) -> str | None:
             "Delete the directory, or name another --run_dir, to train it again"
         )
     if "metrics.jsonl" not in files or not _read(directory, "metrics.jsonl"):
+        _check_writable(directory)
         return None  # ended before its first step
     raise UsageError(
         f"--run_dir={directory} holds this run, unfinished (still running, or ended early). It cannot be resumed yet: delete "
@@ -91,6 +95,14 @@ def source_revision() -> str:
         return "unknown"
 
 
+def _data_digest(config):
+    """Of the prepared data, if it is there."""
+    try:
+        return manifest.load(config.prepared_path()).digest()
+    except manifest.ManifestError:
+        return None  # to be prepared, or refused, when it is opened
+
+
 def _files(directory):
     if "://" not in directory:
         try:
@@ -102,6 +114,17 @@ def _files(directory):
     import tensorflow as tf
 
     return {name.rstrip("/") for name in tf.io.gfile.listdir(directory)} if tf.io.gfile.isdir(directory) else set()
+
+
+def _check_writable(directory):
+    """Raises UsageError if this process may not write there; if there is no such directory, in the nearest above it."""
+    if "://" in directory:
+        return
+    path = os.path.abspath(directory)
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    if not os.access(path, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+        raise UsageError(f"--run_dir={directory} cannot be written: no permission in {path}")
 
 
 def _read(directory, name):

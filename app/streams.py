@@ -65,6 +65,7 @@ class TrainingStreams:
         self._examples = np.array(held, np.int64)
         self.steps = max(1, round(int(self._examples.sum()) / global_batch_size))
         self.element_spec = (tf.TensorSpec(preprocessing.shape, tf.float32), _label_spec(one_hot))
+        self.ids = tf.TensorSpec([3], tf.int64)
 
     def shards_of(self, worker: int, workers: int) -> list[int]:
         """The shards that a worker reads: those of its block of logical replicas."""
@@ -82,14 +83,18 @@ class TrainingStreams:
 
         return _in_turn(stream, first, last, replica_batch_size)
 
-    def examples(self, first: int, last: int, replica_batch_size: int) -> tf.data.Dataset:
-        """Endless: `replica_batch_size` examples of logical replica `first`, as many of the next, ... of `last` - 1, again."""
+    def examples(self, first: int, last: int, replica_batch_size: int, with_ids: bool = False) -> tf.data.Dataset:
+        """Endless: `replica_batch_size` examples of logical replica `first`, as many of the next, ... of `last` - 1, again.
+
+        With ids, elements are (element, int64 [3]): epoch, shard, record.
+        """
 
         def load(epoch, shard, record, serialized):
             image, label = records.parse(serialized, self._manifest)
             # Philox, which tf.random.stateless_* run on, takes any two different keys for independent streams.
             key = tf.stack([self._seed * _HIGH + epoch, shard * _HIGH + record])
-            return self._preprocessing.train(image, key), _as_wanted(label, self._one_hot)
+            element = self._preprocessing.train(image, key), _as_wanted(label, self._one_hot)
+            return (element, tf.stack([epoch, shard, record])) if with_ids else element
 
         return self.identified(first, last, replica_batch_size).map(load, tf.data.AUTOTUNE, deterministic=True)
 

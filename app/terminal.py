@@ -37,8 +37,7 @@ class Terminal:
 
     def bar(self, text):
         """Replaces the bar; only where there `has_bar`."""
-        width = int(self._relayed or shutil.get_terminal_size().columns) - 5
-        text = text[:width]
+        text = text[: max(0, int(self._relayed or shutil.get_terminal_size().columns) - 5)]
         sys.stdout.write(f"\r{text}\n" if self._relayed else f"\r\x1b[K{text}")
         sys.stdout.flush()
         self._shown = not self._relayed
@@ -65,7 +64,7 @@ class Progress:
         self._total, self._batch = total_steps, global_batch_size
         self._began = self._told = time.monotonic()
         self._seconds = None  # of a step, a moving mean without the first, which traces
-        self._header = False
+        self._header, self._number_width = False, max(7, 2 * len(str(epochs)) + 1)
 
     def step(self, record):
         now, step = time.monotonic(), record["step"]
@@ -97,16 +96,16 @@ class Progress:
             titles = [name.replace("val_", "val ").replace("_", "-") for name in metrics]
             self._widths = [max(7, len(title)) for title in titles]
             cells = [f"{title:>{width}}" for title, width in zip(titles, self._widths, strict=True)]
-            self._terminal.say("  ".join(["  epoch", *cells, "images/s", "   time"]))
+            self._terminal.say("  ".join([f"{'epoch':>{self._number_width}}", *cells, "images/s", "   time"]))
         cells = [f"{record[name]:>{width}.4f}" for name, width in zip(metrics, self._widths, strict=True)]
-        number = f"{record['epoch']:>{max(len(str(self._epochs)), 6 - len(str(self._epochs)))}}/{self._epochs}"
+        number = f"{record['epoch']}/{self._epochs}"
         speed = f"{record['images_per_sec']:>8,.0f}"
-        self._terminal.say("  ".join([f"{number:>7}", *cells, speed, f"{duration(record['seconds']):>7}"]))
+        self._terminal.say("  ".join([f"{number:>{self._number_width}}", *cells, speed, f"{duration(record['seconds']):>7}"]))
 
 
 def duration(seconds: float) -> str:
     """As a person writes it: 8.2 s, 3 min 20 s, 2 h 05 min."""
-    if seconds < 60:
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
@@ -114,10 +113,22 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02} min"
 
 
+def workers(count: int) -> str:
+    """1 worker, 2 workers."""
+    return f"{count} {'worker' if count == 1 else 'workers'}"
+
+
+def listed(names: list[str]) -> str:
+    """1 worker; 1, 2 and 4 workers."""
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(name.split()[0] for name in names[:-1])} and {names[-1]}"
+
+
 @contextlib.contextmanager
 def logged(path):
     """Within the block, what this process prints goes to the file at `path` as well."""
-    with open(path, "a", buffering=1) as file:
+    with _opened(path) as file:
         stdout, stderr = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = _Both(stdout, file), _Both(stderr, file)
         try:
@@ -127,6 +138,14 @@ def logged(path):
             raise
         finally:
             sys.stdout, sys.stderr = stdout, stderr
+
+
+def _opened(path):
+    if "://" not in path:
+        return open(path, "a", buffering=1)
+    import tensorflow as tf
+
+    return tf.io.gfile.GFile(path, "w")
 
 
 class _Both:

@@ -11,34 +11,37 @@ import numpy as np
 import tensorflow as tf
 
 import app
+from app import against, faults, monitoring, optimizers, run_dir, schedules
 from app import config as config_module
 from app import data as data_module
-from app import faults, monitoring, optimizers, run_dir, schedules
-from app.callbacks import EvaluateAt
+from app.callbacks import EvaluateAt, Profile
+from app.randomness import Keyed
 from app.terminal import Progress, Terminal, logged
-from cluster import Trainer, spec
+from cluster import Trainer, fingerprint, spec
 from cluster.agreement import agree
-from cluster.fingerprint import run_sha256
 from models import build
 
 
-def train(config: config_module.Config, strategy) -> dict:
+def train(config: config_module.Config, strategy, callbacks=()) -> dict:
     """Trains, evaluates after every epoch, and leaves model, metrics and configuration in the run directory.
 
     Args:
       config: the resolved configuration.
       strategy: the tf.distribute strategy; its replicas share the logical replicas.
+      callbacks: further Keras callbacks.
     Returns:
       What summary.json holds, "sha256" of weights, optimizer and metrics in it, and "history", Keras's.
     Raises:
       UsageError: for mistakes that show only here: the number of GPUs does not fit K, raw data that cannot be used.
       faults.DataFault: if a record cannot be read; the message names it.
+      against.Differs: if the run is not that of --verify_against.
     """
     began = time.monotonic()
     me = spec.from_environment()
     chief, replicas = strategy.extended.should_checkpoint, strategy.num_replicas_in_sync
     terminal = Terminal(silent=not chief, quiet=config.quiet)
     data = open_data(config, strategy, me, terminal.say)
+    recorded = against.opened(config)
     own = os.path.join(config.run_dir, f"worker-{me.number if me else 0}")
     run_dir.make(own)
     steps_per_epoch = data.training.steps
@@ -47,14 +50,7 @@ def train(config: config_module.Config, strategy) -> dict:
     for line in plan(config, data, replicas, steps_per_epoch, epochs):
         terminal.say(line)
 
-    keras.config.set_dtype_policy(config.dtype)
-    schedule = rate(config, data, total_steps)
-    with strategy.scope():
-        plain = network(config, data)
-        model = trainer(config, plain)
-        optimizers.regularize(plain, config)
-        optimizer = optimizers.make(config, schedule, plain)
-        compile_trainer(model, optimizer, config, len(data.manifest.classes), schedule=None if schedule.constant else schedule)
+    plain, model = assemble(config, data, strategy, total_steps)
     record = configuration(config, data.manifest, replicas, me)
     if chief:
         run_dir.write(os.path.join(config.run_dir, "config.json"), json.dumps(record, indent=2) + "\n")
@@ -71,9 +67,14 @@ def train(config: config_module.Config, strategy) -> dict:
     monitor = monitoring.Monitor(sinks, config.global_batch_size)
     started = time.monotonic()
     steps = [int(step) for step in config.eval_at_steps.split(",") if step]
+    fingerprints, every = None, recorded.every if recorded else config.fingerprint_every
+    if every:
+        fingerprints = fingerprint.Recorder(os.path.join(config.run_dir, "fingerprints.jsonl"), every, recorded)
     at_steps = EvaluateAt(
         data.evaluation, config.eval_every_steps, steps, config.eval_at_start, terminal.say, monitor.evaluated
     )
+    profile = [Profile(config.profiled, own, terminal.say)] if config.profiled else []
+    callbacks = [Keyed(), monitor, at_steps, *profile, *callbacks]
     try:
         with logged(os.path.join(own, "log.txt")), faults.named(data, me):
             history = model.fit(
@@ -82,7 +83,8 @@ def train(config: config_module.Config, strategy) -> dict:
                 epochs=epochs,
                 total_steps=total_steps,
                 validation_data=data.evaluation,
-                callbacks=[monitor, at_steps],
+                callbacks=callbacks,
+                fingerprints=fingerprints,
                 verbose=0,
             ).history
     finally:
@@ -91,15 +93,15 @@ def train(config: config_module.Config, strategy) -> dict:
 
     path = os.path.join(config.run_dir, "model.keras")
     model.save(path)
-    found = {"sha256": run_sha256(model, history), "steps": model.step, "replicas": replicas, "fit_seconds": seconds}
-    found |= {"seconds": time.monotonic() - began, "parameters": plain.count_params()}
+    found = {"sha256": fingerprint.run_sha256(model, history), "steps": model.step, "replicas": replicas}
+    found |= {"fit_seconds": seconds, "seconds": time.monotonic() - began, "parameters": plain.count_params()}
     found |= {name: values[-1] for name, values in history.items()}
     if data.evaluation:
         found |= {"examples": model.examples_evaluated, "best_epoch": int(np.argmax(history["val_top_1"])) + 1}
         found["best_val_top_1"] = max(history["val_top_1"])
     if chief:
         run_dir.write(os.path.join(config.run_dir, "summary.json"), json.dumps(found, indent=2) + "\n")
-    for line in summary(config, found):
+    for line in [*summary(config, found), *([recorded.summary()] if recorded else [])]:
         terminal.result(line)
     return {**found, "history": history}
 
@@ -128,10 +130,21 @@ def open_data(config, strategy, me, say, **facts) -> data_module.Data:
     if problem := config_module.batch_problem(config.global_batch_size, config.logical_replicas, replicas, what):
         raise config_module.UsageError(problem)
     data = data_module.load(config, say)
-    places = ("data_dir", "prepared_dir", "run_dir")
-    same = {name: value for name, value in dataclasses.asdict(config).items() if name not in places}
-    agree(me, {**same, "data manifest": data.manifest.digest(), **facts})
+    agree(me, {**config.shared_fields(), "data manifest": data.manifest.digest(), **facts})
     return data
+
+
+def assemble(config, data, strategy, total_steps):
+    """The plain model, and the trainer around it, compiled. Raises UsageError."""
+    keras.config.set_dtype_policy(config.dtype)
+    schedule = rate(config, data, total_steps)
+    with strategy.scope():
+        plain = network(config, data)
+        model = trainer(config, plain)
+        optimizers.regularize(plain, config)
+        optimizer = optimizers.make(config, schedule, plain)
+        compile_trainer(model, optimizer, config, len(data.manifest.classes), schedule=None if schedule.constant else schedule)
+    return plain, model
 
 
 def rate(config, data, total_steps) -> schedules.Schedule:
@@ -203,12 +216,19 @@ def configuration(config, manifest, replicas, me) -> dict:
     """What config.json holds: everything resolved, and what it ran with."""
     return {
         **dataclasses.asdict(config),
-        "replicas": replicas,
-        "cluster": me.addresses if me else (),
-        "devices": [device.name for device in tf.config.list_logical_devices()],
+        **surroundings(replicas, me),
         "classes": manifest.classes,
         "label_offset": manifest.label_offset,
         "data_manifest": manifest.digest(),
+    }
+
+
+def surroundings(replicas, me) -> dict:
+    """What a program ran with: cluster, devices, versions."""
+    return {
+        "replicas": replicas,
+        "cluster": me.addresses if me else (),
+        "devices": [device.name for device in tf.config.list_logical_devices()],
         "source_revision": run_dir.source_revision(),
         "versions": {
             "lockstep": app.__version__,

@@ -7,7 +7,7 @@ import importlib
 
 from cluster import quiet
 
-_HOME = {"Trainer": "trainer", "run": "runtime", "configure": "runtime", "make_strategy": "runtime"}
+_HOME = {"Trainer": "trainer", "run": "runtime", "configure": "runtime", "make_strategy": "runtime", "watch": "watching"}
 
 
 def __getattr__(name):  # TensorFlow takes seconds to import, and the launcher does not need it

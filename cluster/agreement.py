@@ -44,6 +44,25 @@ def agree(me: Member | None, facts: dict[str, object], timeout_s: float = 600) -
         raise ClusterError(verdict)
 
 
+def gather(me: Member | None, fact: object, timeout_s: float = 600) -> list | None:
+    """What every worker has to tell, by number, on the chief; None on the others. Every worker calls it.
+
+    Args:
+      me, timeout_s: as for `agree`.
+      fact: a JSON value; it comes out as JSON reads it, with keys that are text.
+    Raises:
+      ClusterError: on the chief, if a worker is silent or lost.
+    """
+    told = [json.dumps(fact)]
+    if me is not None and me.workers > 1:
+        question = next(_questions)
+        if not me.is_chief:
+            _tell(f"told/{question}/{me.number}", told[0])
+            return None
+        told += [_ask(f"told/{question}/{n}", f"worker number {n}", timeout_s) for n in range(1, me.workers)]
+    return [json.loads(text) for text in told]
+
+
 def leave_together(me: Member | None, timeout_s: float = 86400) -> None:
     """Nobody leaves before all have finished, and the chief, which holds the service, leaves last. Every worker calls it last.
 

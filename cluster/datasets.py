@@ -20,23 +20,28 @@ class Streams(typing.Protocol):
       element_spec: tf.TensorSpecs of one element: (x, y[, sample_weight]) to train with, ((x, y[, sample_weight]), valid) to
         evaluate, where elements that are not valid come last in a logical replica's batch.
       steps: steps of an epoch, or of an evaluation.
+      ids: tf.TensorSpec([n], int64) of what names an example, if `examples` can tell it; optional.
     """
 
     element_spec: tuple
     steps: int
 
     def examples(self, first: int, last: int, replica_batch_size: int) -> tf.data.Dataset:
-        """Endless elements of the logical replicas [first, last): `replica_batch_size` of each in turn."""
+        """Endless elements of the logical replicas [first, last): `replica_batch_size` of each in turn.
+
+        With `ids`, it takes with_ids=True and then yields (element, ids).
+        """
 
 
-def distribute(streams: Streams, strategy, logical_replicas: int, global_batch_size: int):
+def distribute(streams: Streams, strategy, logical_replicas: int, global_batch_size: int, with_ids: bool = False):
     """Gives every worker the streams of its own logical replicas, in batches of a replica of the strategy."""
     replica_batch_size = global_batch_size // logical_replicas
 
     def of_worker(context):
         share = logical_replicas // context.num_input_pipelines
         first = context.input_pipeline_id * share
-        examples = streams.examples(first, first + share, replica_batch_size)
+        named = {"with_ids": True} if with_ids else {}
+        examples = streams.examples(first, first + share, replica_batch_size, **named)
         batches = examples.batch(global_batch_size // strategy.num_replicas_in_sync, drop_remainder=True)
         endless = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
         return batches.apply(endless).prefetch(2)

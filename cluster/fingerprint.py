@@ -1,13 +1,178 @@
-"""sha256 of a run's result: equal exactly if the runs are the same to the last bit."""
+"""What a run did at a step, in numbers that can be compared: fingerprints.jsonl, and the sha256 of a run's result.
+
+A file of fingerprints is text, one JSON object a line, written by the chief while the run goes on. Hashes are 16 hexadecimal
+digits, equal exactly if all bits are (`digest.py`); numbers are float64, written so that reading gives the same bits.
+Logical replica k of K has the places [k B/K, (k+1) B/K) of the global batch of B examples.
+
+The first line says what the others are about:
+    format             1
+    made_by            "cluster.Trainer" or "cluster.watch"
+    every              E: recorded are the first step of the file and those that E divides
+    global_batch_size  B; logical_replicas  K; replicas  N, of the strategy; seed; identical
+    weights, statistics, optimizer
+                       [[path, shape, dtype] of each variable]: trainable weights, moving statistics, the optimizer's variables
+    gradients          the positions in `weights` of which there are gradients
+    metrics            [[path, shape, dtype]] of the variables that hold metrics' sums
+    kept               by `watch`: the folder of states and batches, relative to the file's
+
+The second holds the state before the first step; its `step` is the number of steps made before, 0 for a new run:
+    step, weights, statistics, optimizer
+where each of the three is {"hash": [a tensor], "norm": [a tensor], "projections": [[8] a tensor]}.
+
+Then one line for each recorded step:
+    step               t: this is the t-th step, from 1
+    loss               float.hex() of the step's loss over the global batch
+    metrics            {name: value} over the global batch, loss included
+    metric_sums        [[elements] of each of the header's metrics]: the exact sums of this step
+    learning_rate, loss_scale
+    ids                [[epoch, shard, record] of each of B examples], where the data tells
+    x, y               [hash of each of B examples], after augmentation; sample weights go with y
+    replicas           by logical replica: {"metric_sums": [K][...], "gradient_norm": [K], "gradient_projections": [K][8]}; its
+                       gradient is taken as one vector (`digest.of_all`), without the loss scale, not divided by K
+    gradient           of the finished global gradient: divided by K, without the loss scale, before clipping
+    update             weights after the step - before
+    weights, statistics, optimizer
+                       after the step
+    workers            by replica of the strategy, after the step: {"weights": [N hashes], "statistics": [N hashes]}
+
+And one for each evaluation:
+    evaluation_after   steps made before it
+    metrics, metric_sums, examples
+                       {name: value}; the sums; how many examples were counted
+
+What is not known is absent: a file made by `watch` has no `replicas`, and `gradient` and `ids` only where they can be had.
+"""
 
 import hashlib
+import json
 import math
 import struct
 
 import keras
 import numpy as np
+import tensorflow as tf
 
+from cluster import digest, observe
 from cluster.replica_pass import is_seed
+
+FORMAT = 1
+
+
+class Recorder:
+    """Writes a trainer's fingerprints: pass it to `Trainer.fit(fingerprints=...)`, one on every worker.
+
+    Args:
+      path: of the file, which the chief writes anew; None: no file.
+      every: record the first step, and every so many.
+      listen: called on every worker with each line, a dict, when it is written; an exception from it ends `fit`.
+    """
+
+    def __init__(self, path, every=1, listen=None):
+        if every < 1:
+            raise ValueError(f"every={every}: record every so many steps, at least 1")
+        self.every, self._path, self._listen = every, path, listen
+
+    def due(self, step: int) -> bool:
+        """Whether step number `step`, from 1, is to be recorded."""
+        return step == self._first or step % self.every == 0
+
+    def begin(self, trainer):
+        """Writes what precedes the first step."""
+        chief = trainer.distribute_strategy.extended.should_checkpoint
+        self._file = tf.io.gfile.GFile(self._path, "w") if self._path and chief else None
+        self._first, variables = trainer.step + 1, trainer._step.variables
+        header = {
+            "format": FORMAT,
+            "made_by": "cluster.Trainer",
+            "every": self.every,
+            "global_batch_size": trainer.global_batch_size,
+            "logical_replicas": trainer.logical_replicas,
+            "replicas": trainer.reduction.replicas,
+            "seed": trainer.seed,
+            "identical": trainer.reduction.ordered,
+            **{kind: described(of_kind) for kind, of_kind in variables.items()},
+            "gradients": trainer._step.differentiable(),
+            "metrics": described(trainer.metrics_variables),
+        }
+        self._sizes = [math.prod(shape) for _, shape, _ in header["metrics"]]
+        self._write(header)
+        self._write({"step": trainer.step, **state(variables)})
+
+    def stepped(self, step, metrics, metric_sums, seen):
+        """Writes a step: its number, its metrics and their sums, and what `Step.train` has observed, as tensors."""
+        seen = tf.nest.map_structure(lambda tensor: tensor.numpy(), seen)
+        examples = seen["examples"].reshape([-1, seen["examples"].shape[-1]])
+        numbers, sums = np.split(seen["replicas"], [1 + digest.PROJECTIONS], axis=1)
+        cuts = np.cumsum(self._sizes)[:-1]
+        self._write(
+            {
+                "step": step,
+                "loss": metrics["loss"].hex(),
+                "metrics": metrics,
+                "metric_sums": metric_sums,
+                "learning_rate": float(seen["learning_rate"]),
+                "loss_scale": float(seen["loss_scale"]),
+                **({"ids": examples[:, :-2].tolist()} if examples.shape[1] > 2 else {}),
+                "x": digest.hex_digits(examples[:, -2]),
+                "y": digest.hex_digits(examples[:, -1]),
+                "replicas": {
+                    "metric_sums": [[part.tolist() for part in np.split(row, cuts)] for row in sums],
+                    "gradient_norm": np.sqrt(numbers[:, 0]).tolist(),
+                    "gradient_projections": numbers[:, 1:].tolist(),
+                },
+                **{k: seen[k].json() for k in ("gradient", "update", "weights", "statistics", "optimizer")},
+                "workers": {
+                    "weights": digest.hex_digits(seen["workers"][:, 0]),
+                    "statistics": digest.hex_digits(seen["workers"][:, 1]),
+                },
+            }
+        )
+
+    def evaluated(self, step, metrics, metric_sums, examples):
+        """Writes an evaluation."""
+        line = {"evaluation_after": step, "metrics": metrics, "metric_sums": metric_sums, "examples": examples}
+        self._write(line)
+
+    def end(self):
+        """Closes the file."""
+        if self._file:
+            self._file.close()
+
+    def _write(self, line):
+        if self._file:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        if self._listen:
+            self._listen(line)
+
+
+def described(variables) -> list[tuple[str, list[int], str]]:
+    """Path, shape and type of each variable."""
+    return [(v.path, list(v.shape), keras.backend.standardize_dtype(v.dtype)) for v in variables]
+
+
+def state(variables: dict[str, list]) -> dict[str, dict]:
+    """The digests of variables by kind, as the lines hold them."""
+    return {kind: digest.of(observe.values(of_kind)).json() for kind, of_kind in variables.items()}
+
+
+def read(path: str) -> list[dict]:
+    """The lines of a file of fingerprints; one that was cut off at its end is left out.
+
+    Raises:
+      ValueError: if it is no such file, or of another format; OSError, tf.errors.OpError: if it cannot be read.
+    """
+    lines = tf.io.gfile.GFile(path).read().splitlines()
+    found = []
+    for number, line in enumerate(lines):
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            if number < len(lines) - 1:
+                raise ValueError(f"{path}: line {number + 1} is damaged") from None
+    if not found or not isinstance(found[0], dict) or found[0].get("format") != FORMAT:
+        raise ValueError(f"{path} is no file of fingerprints of format {FORMAT}")
+    return found
 
 
 def run_sha256(trainer, history: dict[str, list[float]]) -> str:

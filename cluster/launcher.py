@@ -36,7 +36,7 @@ def run(command: list[str], workers: int) -> int:
     previous = {s: signal.signal(s, lambda number, _: wanted.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
     processes, readers = [], []
     try:
-        gpus = _gpus()
+        gpus = visible_gpus()
         each = len(gpus) // workers
         if gpus and not each:
             print(f"{len(gpus)} GPUs for {workers} workers: all use the CPU", file=sys.stderr, flush=True)
@@ -119,7 +119,7 @@ def _relay(stream, prefix, wanted):
             wanted.append(signal.SIGPIPE)
 
 
-def _gpus() -> list[str]:
+def visible_gpus() -> list[str]:
     """The GPUs of this machine that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:

@@ -28,7 +28,7 @@ def hushed(enabled=True):
             os.write(real, kept.read())
             raise
         finally:
-            sys.stderr.close()
+            sys.stderr.flush()  # not closed: what was imported meanwhile logs to it (TensorFlow's Python logger does)
             sys.stderr = python_stderr
             os.dup2(real, 2)
             os.close(real)

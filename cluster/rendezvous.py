@@ -1,148 +1,227 @@
-"""All workers meet before TensorFlow starts, or one line says who is missing.
+"""All workers meet before TensorFlow starts: every one reaches every other, or lines say who does not, and why.
 
 TensorFlow's own start waits for a missing worker for ever, silently, deaf to signals: it holds Python's lock meanwhile, so no
-thread of ours could speak up. Here every worker reports to the chief over TCP, on the addresses that the cluster will
-use, which are free again when TensorFlow opens its servers there.
+thread of ours could speak up. Here each worker listens at the address that the cluster will use, and calls the chief. When
+all are there, each calls all others; then the chief judges, tells everybody, and the addresses are free again.
 """
 
+import asyncio
 import contextlib
-import json
-import socket
-import sys
 import time
+from collections.abc import Callable
 
-from cluster.spec import ClusterError, Member
+from cluster import greeting
+from cluster.greeting import Unreachable
+from cluster.meeting import AGAIN_S, REACH_S, TELL_FOR_S, Found, Guest, Meeting
+from cluster.spec import Member
 
-_TELL_EVERY_S = 5
 
-
-def meet(me: Member, timeout_s: float = 300, word: str = "") -> str:
-    """Returns when all workers of the cluster are there, with the chief's word to all.
+def meet(
+    me: Member,
+    timeout_s: float = 60,
+    word: str = "",
+    card: dict | None = None,
+    stage: str = "",
+    judge: Callable[[Found], tuple[list[str], list[str]]] = lambda found: ([], []),
+) -> Found:
+    """Returns when all workers of the cluster have met, with what the chief has to say; every worker calls it.
 
     Args:
-      me: this process; its address is bound while it waits.
-      timeout_s: how long.
-      word: on the chief, what it has to say.
-    Raises:
-      ClusterError: if the own address cannot be bound, or somebody is missing in the end; the message names the address.
+      me: this process; its address is bound while it waits, and free afterwards.
+      timeout_s: how long to wait for the others.
+      word: on the chief, for all.
+      card: what this process says about itself, in JSON values; sentences in card["problems"] prevent the start.
+      stage: of several meetings of the same processes, so that nobody is taken for a guest of another one.
+      judge: on the chief, says (problems, warnings) of the cards and trips that were found so far.
+    Returns:
+      Its `problems` say why the cluster cannot start, on every worker that could be told: the own address cannot be opened,
+      somebody is missing in the end or is not who he should be, or what cards and `judge` say.
     """
-    deadline = time.monotonic() + timeout_s
-    with _own_port(me, deadline) as listener:
-        if me.is_chief:
-            _gather(me, listener, deadline, word)
-    return word if me.is_chief else _report(me, deadline)
+    role = _Chief if me.is_chief else _Worker
+    return asyncio.run(role(me, timeout_s, word, card or {}, stage, judge).run())
 
 
-def check_own_address(me: Member) -> None:
-    """Raises ClusterError if this process cannot open its address."""
-    _own_port(me, time.monotonic()).close()
+class _Chief(Meeting):
+    """Hears everybody, lets all call all, judges, and tells."""
 
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.here: dict[int, Guest] = {}
+        self.found.cards[0] = self.card
 
-def _own_port(me, deadline):
-    """A listener at this process's address, which may be a name that does not resolve yet."""
-    host, port = _host_and_port(me.addresses[me.number])
-    while True:
-        try:
-            family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            listener = _listener(family, kind, address, me.workers)
-            if _is_local(address[0]) and not all(_is_local(_host_and_port(a)[0]) for a in me.addresses):
-                # The own name means this machine alone here, as on Debian (127.0.1.1), but not to the others.
-                listener.close()
-                listener = _listener(family, kind, ("", port), me.workers)
-            return listener
-        except OSError as error:
-            if not isinstance(error, socket.gaierror) or time.monotonic() > deadline:
-                raise ClusterError(
-                    f"{me.name} cannot open its address {me.addresses[me.number]}: {error.strerror}. It must be an address of "
-                    "this machine and a free port; another worker or an earlier run may still be there"
-                ) from None
-        time.sleep(1)
+    async def play(self):
+        for problem in self.card.get("problems", ()):
+            self.problem(problem)
+        for number in self.others:
+            self.start(self._look_for(number))
+        if await self._all_come():
+            await self._all_call_all()
+        self.waiting.clear()
+        self._compare()
+        self.verdict = self.found
+        await self._announce()
+        return self.verdict
 
+    async def heard(self, message, guest):
+        if "card" not in message:
+            guest.answers.put_nowait(message)
+        elif self.verdict:
+            await self._inform(guest)
+        elif guest.fits and guest.number in self.others:
+            await self._welcome(guest, message["card"])
 
-def _listener(family, kind, address, backlog):
-    listener = socket.socket(family, kind)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(backlog)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+    async def _welcome(self, guest, card):
+        """A worker has come, or has something new to say; it stays connected until it leaves."""
+        before = self.here.get(guest.number)
+        if before not in (None, guest) and await before.ask({"still": 1}, 2):
+            self.problem(greeting.two_of(guest.number, self.me.addresses, before.process, guest.process))
+        self.here[guest.number], self.found.cards[guest.number] = guest, card
+        for problem in card.get("problems", ()):
+            self.problem(problem)
+        self._compare()
+        await guest.say({"left": self.deadline - time.monotonic()})
+        self.changed()
 
+    def _compare(self):
+        """With what was found so far: a worker that differs is told at once, whoever else is still to come."""
+        problems, self.found.warnings = self.judge(self.found)
+        for problem in problems:
+            self.problem(problem)
 
-def _is_local(host):
-    return host.startswith("127.") or host in ("::1", "localhost")
+    def gone(self, guest):
+        if self.here.get(guest.number) is guest:
+            del self.here[guest.number]
+        self.changed()
 
+    async def _inform(self, guest):
+        await guest.say({"verdict": self.verdict.told()})
+        self.informed.add(guest.number)
+        self.changed()
 
-def _gather(me, listener, deadline, word):
-    """The chief's part: hears everybody, then lets all go."""
-    here: dict[int, socket.socket] = {}
-    tell_at = time.monotonic() + _TELL_EVERY_S
-    try:
-        while missing := [n for n in range(1, me.workers) if n not in here or _gone(here[n])]:
-            names = ", ".join(f"worker number {number} ({me.addresses[number]})" for number in missing)
-            now = time.monotonic()
-            if now > deadline:
-                raise ClusterError(f"{names} did not start in time; start all workers, each with the same list of workers")
-            if now > tell_at:
-                print(f"waiting for {names}", file=sys.stderr, flush=True)
-                tell_at = now + _TELL_EVERY_S
-            listener.settimeout(0.5)
-            try:
-                connection, _ = listener.accept()
-                connection.settimeout(5)
-                hello = json.loads(connection.makefile().readline(4096))
-                number, addresses = hello["number"], tuple(hello["addresses"])
-            except (OSError, ValueError, TypeError, KeyError):
-                continue  # nobody came, or it was no worker
-            if addresses != me.addresses:
-                raise ClusterError(
-                    f"worker number {number} has another list of workers: {', '.join(addresses)}; "
-                    f"the chief has {', '.join(me.addresses)}"
-                )
-            connection.setblocking(False)
-            here[number] = connection
-        for connection in here.values():
-            with contextlib.suppress(OSError):
-                connection.sendall(json.dumps({"word": word}).encode() + b"\n")
-    finally:
-        for connection in here.values():
-            connection.close()
+    async def _look_for(self, number):
+        """While a worker has not come, asks who is at its address; tells it there too that the cluster cannot start."""
+        who = self.who(number)
+        while number not in self.informed:
+            if number in self.here:
+                self.waiting.pop(who, None)
+            else:
+                why = "no answer yet"
+                try:
+                    _, _, writer, _, _ = await self.call(number)
+                    why = "it is there, but does not reach the chief"
+                    if self.verdict and self.verdict.problems and number not in self.informed:
+                        await greeting.send(writer, {"refusal": self.verdict.problems})
+                        self.informed.add(number)
+                        self.changed()
+                    writer.close()
+                except (Unreachable, OSError) as error:
+                    why = str(error)
+                if number not in self.here and not self.verdict:
+                    self.waiting[who] = why
+            await asyncio.sleep(2 * AGAIN_S)
 
-
-def _gone(connection):
-    """Whether the worker at the other end has left while it was waiting."""
-    try:
-        return connection.recv(1, socket.MSG_PEEK) == b""
-    except BlockingIOError:
+    async def _all_come(self):
+        """Whether all workers have come, and nothing is wrong so far."""
+        self.waiting |= {self.who(number): "" for number in self.others}
+        while not self.found.problems:
+            if len(self.here) == len(self.others):
+                return True
+            if not await self.change(self.deadline):
+                for number in sorted(set(self.others) - set(self.here)):
+                    self.found.missing[number] = why = self.waiting.get(self.who(number)) or "no answer"
+                    text = f"{self.who(number)} did not start in time ({self.timeout_s:g} s): {why}"
+                    self.problem(f"{text}; start all workers, each with the same list of workers")
         return False
-    except OSError:
-        return True
+
+    async def _all_call_all(self):
+        guests = dict(sorted(self.here.items()))
+        self.waiting = {self.who(number): "it calls all others" for number in guests}
+        asked = [guest.ask({"reach": 1}, REACH_S) for guest in guests.values()]
+        (failed, self.found.trips), *answers = await asyncio.gather(self.reach(self.others), *asked)
+        for number, answer in zip([0, *guests], [{"reached": failed}, *answers], strict=True):
+            if answer is None:
+                self.problem(f"{self.who(number)} came, and left again or said nothing for {REACH_S} s; look at its output")
+            for other, why in (answer or {}).get("reached", {}).items():
+                self.problem(
+                    f"{self.who(number)} cannot reach {self.who(int(other))}: {why}; open that port between all workers"
+                )
+
+    async def _announce(self):
+        """Tells all; that there will be no start, also those who are still to come, for a while."""
+        guests = list(self.here.values())
+        await asyncio.gather(*map(self._inform, guests))
+        until = time.monotonic() + (1 if self.verdict.problems else 5)
+        while any(guest in self.here.values() for guest in guests) and await self.change(until):
+            pass  # they leave when they have freed their addresses
+        if self.verdict.problems and not self.verdict.missing:
+            self.start(self.say_soon())
+            until = time.monotonic() + min(TELL_FOR_S, self.timeout_s)
+            while not self.informed.issuperset(self.others) and await self.change(until):
+                pass
 
 
-def _report(me, deadline):
-    """A worker's part: reaches the chief, and waits until all have."""
-    chief = me.addresses[0]
-    tell_at = time.monotonic() + _TELL_EVERY_S
-    while True:
+class _Worker(Meeting):
+    """Reaches the chief, does what it asks, and hears what it says."""
+
+    async def play(self):
+        chief = f"the chief at {self.me.addresses[0]}"
+        for problem in self.card.get("problems", ()):
+            self.problem(problem)
+        until = None  # while this process cannot start, and tries to say so
+        while not self.verdict:
+            if self.found.problems and until is None:
+                until = time.monotonic() + min(TELL_FOR_S, self.timeout_s)
+                self.start(self.say_soon())
+            try:
+                _, reader, writer, _, _ = await self.call(0)
+            except (Unreachable, OSError) as error:
+                self.waiting[chief] = str(error)
+            else:
+                self.waiting.pop(chief, None)
+                await self._stay(reader, writer)
+                self.waiting[chief] = "it was there, and left or fell silent"
+            stranger = self.found.problems and 0 in self.strangers  # nobody to tell
+            if not self.verdict and (stranger or time.monotonic() > (until or self.deadline)):
+                text = (
+                    f"{self.me.name}: no answer from {chief} ({self.waiting[chief]}); start it, with the same list of workers"
+                )
+                return Found(problems=self.found.problems or [text])
+            if not self.verdict:
+                await self.change(time.monotonic() + AGAIN_S)
+        return self.verdict
+
+    async def _stay(self, reader, writer):
+        """With the chief, until it leaves or has spoken."""
+        obeying = asyncio.ensure_future(self._obey(reader, writer))
+        obeying.add_done_callback(self.changed)
+        told = None
         try:
-            with socket.create_connection(_host_and_port(chief), timeout=2) as connection:
-                hello = {"number": me.number, "addresses": me.addresses}
-                connection.sendall(json.dumps(hello).encode() + b"\n")
-                connection.settimeout(max(1, deadline - time.monotonic()))
-                return json.loads(connection.makefile().readline())["word"]
-        except (OSError, ValueError, TypeError, KeyError):
-            pass  # not there yet; or gone, and then perhaps restarted
-        now = time.monotonic()
-        if now > deadline:
-            raise ClusterError(f"{me.name}: no answer from the chief at {chief}; start it, with the same list of workers")
-        if now > tell_at:
-            print(f"{me.name}: waiting for the chief at {chief}", file=sys.stderr, flush=True)
-            tell_at = now + _TELL_EVERY_S
-        time.sleep(0.3)
+            with contextlib.suppress(OSError):
+                while not obeying.done() and not self.verdict and time.monotonic() < self.deadline:
+                    if told != self.found.problems:
+                        told = list(self.found.problems)
+                        await greeting.send(writer, {"card": {**self.card, "problems": told}})
+                    await self.change(self.deadline)
+        finally:
+            obeying.cancel()
+            if self.verdict:
+                self.leave()  # before the chief sees that this worker has gone
+            writer.close()
 
+    async def _obey(self, reader, writer):
+        while message := await greeting.receive(reader):
+            if "left" in message:  # the chief, which waits for others, decides how long
+                self.deadline = max(self.deadline, time.monotonic() + float(message["left"]) + REACH_S + 10)
+            elif "still" in message:
+                await greeting.send(writer, {"still": 1})
+            elif "reach" in message:
+                failed, _ = await self.reach([number for number in self.others if number])
+                await greeting.send(writer, {"reached": failed})
+            elif "verdict" in message:
+                self.verdict = Found(**message["verdict"])
+                return
 
-def _host_and_port(address):
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
+    async def heard(self, message, guest):
+        if "refusal" in message and guest.number == 0:
+            self.verdict = Found(problems=[str(text) for text in message["refusal"]])
+            self.changed()

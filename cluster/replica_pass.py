@@ -28,6 +28,7 @@ class ReplicaPass:
         self._trainer = trainer
         self._model = trainer.model
         self._training = training
+        self.batch_size = tf.nest.flatten(element_spec)[0].shape[0]
         model = self._model
         self.weights = model.trainable_variables
         self.seeds = [v for v in model.non_trainable_variables if is_seed(v)]

@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from cluster import agreement, quiet, rendezvous, spec
+from cluster import agreement, preflight, quiet, spec, start_deadline
 
 
 def configure(identical=True, intra_op_threads=1, seed=0):
@@ -56,7 +56,17 @@ def make_strategy(communication="auto"):
     return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
 
 
-def run(main, identical=True, intra_op_threads=1, seed=0, communication="auto", verbose=False, instead=None):
+def run(
+    main,
+    identical=True,
+    intra_op_threads=1,
+    seed=0,
+    communication="auto",
+    verbose=False,
+    instead=None,
+    start_timeout_s=60,
+    card=None,
+):
     """Runs `main(strategy)` as this process's part in the cluster, and ends the process when all have finished.
 
     Does not return: a worker may neither leave before the others have finished nor stay when they have failed. The exit
@@ -69,6 +79,8 @@ def run(main, identical=True, intra_op_threads=1, seed=0, communication="auto", 
       communication: see `make_strategy`.
       verbose: show TensorFlow's start-up messages.
       instead: (exit status, text) to end with instead of starting, on every worker; the chief's decides.
+      start_timeout_s: how long to wait for the other workers.
+      card: a `preflight.Card`, what else all workers must have in common to start.
     """
     try:
         me = spec.from_environment()
@@ -76,12 +88,14 @@ def run(main, identical=True, intra_op_threads=1, seed=0, communication="auto", 
             os.environ["TF_CONFIG"] = me.tf_config  # where TensorFlow looks, also if Slurm told us
         signals = _Signals()
         if me and me.workers > 1:
-            instead = json.loads(rendezvous.meet(me, word=json.dumps(instead)))
+            with quiet.hushed(not verbose):
+                card = (card or preflight.Card()).add(_facts(identical, intra_op_threads, seed, communication))
+            instead = json.loads(preflight.check(me, card, start_timeout_s, json.dumps(instead), identical))
         if instead:
             status, text = instead
             print(text, file=sys.stderr if status else sys.stdout)
             _end(status)
-        with quiet.hushed(not verbose):
+        with start_deadline.watched(me, start_timeout_s), quiet.hushed(not verbose):
             configure(identical, intra_op_threads, seed)
             strategy = make_strategy(communication)
         signals.started()
@@ -89,12 +103,21 @@ def run(main, identical=True, intra_op_threads=1, seed=0, communication="auto", 
         if status == 0:
             agreement.leave_together(me)
     except spec.ClusterError as error:
-        print(f"error: {error}", file=sys.stderr)
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
         status = 2
     except BaseException:
         traceback.print_exc()
         status = 1
     _end(status)
+
+
+def _facts(identical, intra_op_threads, seed, communication):
+    """What all workers must have in common to start, as far as it is known here."""
+    gpus = tf.config.list_physical_devices("GPU")
+    kinds = sorted({tf.config.experimental.get_device_details(gpu).get("device_name", "") for gpu in gpus})
+    names = {"seed": seed, "intra_op_threads": intra_op_threads, "identical": identical, "communication": communication}
+    return {"configuration": names, "devices": {"number of GPUs": len(gpus)}, "machine": {"kind of GPU": kinds}}
 
 
 def _end(status):

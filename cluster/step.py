@@ -6,8 +6,9 @@ adds all K in the order of the tree, and every replica makes the same update wit
 
 import tensorflow as tf
 
+from cluster import digest, observe
 from cluster.reduction import replica_id
-from cluster.replica_pass import ReplicaPass, layer_keys, node_sum
+from cluster.replica_pass import ReplicaPass, is_seed, layer_keys, node_sum
 
 
 class Step:
@@ -26,6 +27,17 @@ class Step:
         with trainer.distribute_strategy.scope():
             self.count = _plain_variable(0, tf.int64)
         self.sums = {True: [], False: []}
+
+    @property
+    def variables(self) -> dict[str, list]:
+        """Those of which fingerprints are made, by kind: trainable weights, moving statistics, the optimizer's."""
+        trainer = self._trainer
+        moving = [v for v in trainer.model.non_trainable_variables if not is_seed(v)]
+        return {"weights": trainer.model.trainable_variables, "statistics": moving, "optimizer": trainer.optimizer.variables}
+
+    def differentiable(self) -> list[int]:
+        """The positions in the weights of those that the loss depends on, once the training pass is traced."""
+        return self._passes[True][1].differentiable
 
     def trace(self, training, element_spec, jit_compile):
         """Traces the pass for batches of `element_spec`, unless that has been done. Returns whether it was new."""
@@ -46,22 +58,33 @@ class Step:
         self._passes[training] = spec, ReplicaPass(self._trainer, spec, training, jit_compile)
         return True
 
-    def train(self, data):
+    def train(self, data, ids=0, observed=False):
         """One training step on this replica's part of the global batch, in replica context.
 
+        Args:
+          data: the element; with `ids`, (element, int64 [examples, ids]).
+          observed: tell what fingerprints are made of, too.
         Returns:
           What is known of this step on every replica alike: (its metric sums, the norm of the global gradient before
-          clipping, the learning rate).
+          clipping, the learning rate, and what was observed: {}, or see `_observed`).
         """
         trainer, optimizer = self._trainer, self._trainer.optimizer
-        step = self.count.read_value()
+        step, loss_scale = self.count.read_value(), self._loss_scale()
         one_pass = self._passes[True][1]
-        gradients, statistics, metric_sums = one_pass.split(
-            self._sum_of_passes(one_pass, data, step, lambda run, examples: run(examples))
-        )
+        tables = [observe.PassTables(one_pass, trainer.logical_replicas, ids)] if observed else []
+
+        def run_pass(run, examples, k):
+            element, names = examples if ids else (examples, None)
+            results = run(element)
+            return results + [t for table in tables for t in table.of(k, element, names, results, loss_scale)]
+
+        specs = one_pass.output_specs + [spec for table in tables for spec in table.specs]
+        sums = self._sum_of_passes(one_pass, data, step, run_pass, specs)
+        gradients, statistics, metric_sums = one_pass.split(sums[: len(one_pass.output_specs)])
         replicas = trainer.logical_replicas
         gradients = [g / tf.cast(replicas, g.dtype) for g in gradients]
-        norm = tf.linalg.global_norm([tf.cast(g, tf.float32) for g in gradients]) / self._loss_scale()
+        norm = tf.linalg.global_norm([tf.cast(g, tf.float32) for g in gradients]) / loss_scale
+        before = observe.values(one_pass.weights) if observed else []
         # A dynamic loss scale skips a step whose gradient is not finite. Keras would keep that step's moving statistics,
         # infinities included (seen on Keras 3.15): they are committed only with the step.
         commit = optimizer.check_finite(gradients) if hasattr(optimizer, "check_finite") else None
@@ -77,22 +100,49 @@ class Step:
         optimizer.apply([all_gradients.get(i) for i in range(len(one_pass.weights))], one_pass.weights)
         self._add(self.sums[True], metric_sums)
         self.count.assign_add(1)
-        return metric_sums, norm, learning_rate
+        seen = {}
+        if observed:
+            gradients = observe.unscaled(gradients, loss_scale)
+            seen = self._observed(before, gradients, sums[len(one_pass.output_specs) :], loss_scale)
+        return metric_sums, norm, learning_rate, seen
+
+    def _observed(self, before, gradients, tables, loss_scale):
+        """What a step leaves to be recorded: tensors by name, the same on every replica. See `fingerprint.py`."""
+        after = {name: observe.values(variables) for name, variables in self.variables.items()}
+        digests = {name: digest.of(values) for name, values in after.items()}
+        of_worker = tf.stack([digest.one_hash(digests[name].hash) for name in ("weights", "statistics")])
+        return {
+            "gradient": digest.of(gradients),
+            "update": digest.of([a - b for a, b in zip(after["weights"], before, strict=True)]),
+            **digests,
+            "examples": tables[0],
+            "replicas": tables[1],
+            "workers": self._by_replica(of_worker),
+            "loss_scale": loss_scale,
+        }
+
+    def _by_replica(self, values):
+        """A table [N, ...] of what every replica of the strategy has to tell, on each of them."""
+        reduction, replica = self._trainer.reduction, replica_id()
+        table = tf.scatter_nd([[replica]], values[None], [reduction.replicas, *values.shape])
+        nothing = [[tf.zeros_like(table)] for _ in reduction.nodes(replica)[1:]]
+        return reduction(replica, [[table], *nothing])[0]
 
     def evaluate(self, data):
         """One evaluation step, in replica context; `data` is (element, valid). Padding does not reach the model."""
         one_pass = self._passes[False][1]
         nothing = [tf.zeros(spec.shape, spec.dtype) for spec in one_pass.output_specs]
 
-        def on_valid(run, examples):
+        def on_valid(run, examples, _):
             element, valid = examples
             size = tf.reduce_sum(tf.cast(valid, tf.int32))  # padding is at the end
             return tf.cond(size > 0, lambda: run(tf.nest.map_structure(lambda t: t[:size], element)), lambda: nothing)
 
-        self._add(self.sums[False], self._sum_of_passes(one_pass, data, self.count.read_value(), on_valid))
+        sums = self._sum_of_passes(one_pass, data, self.count.read_value(), on_valid, one_pass.output_specs)
+        self._add(self.sums[False], sums)
 
-    def _sum_of_passes(self, one_pass, data, step, call):
-        """The sum over all K logical replicas of their passes; `call(run, examples)` runs one on its examples."""
+    def _sum_of_passes(self, one_pass, data, step, call, output_specs):
+        """The sum over all K logical replicas k of their `call(run, examples, k)`, which runs one pass on its examples."""
         trainer, reduction = self._trainer, self._trainer.reduction
         replica = replica_id()
         first, last = reduction.block(replica)
@@ -104,11 +154,9 @@ class Step:
         def of_logical_replica(k):
             seeds = layer_keys(trainer.seed, step, k, one_pass.seeds)
             examples = tf.nest.map_structure(lambda t: t[k - first], blocks)
-            return call(lambda data: one_pass(weights, state, seeds, loss_scale, data), examples)
+            return call(lambda data: one_pass(weights, state, seeds, loss_scale, data), examples, k)
 
-        return reduction(
-            replica, [node_sum(of_logical_replica, *node, one_pass.output_specs) for node in reduction.nodes(replica)]
-        )
+        return reduction(replica, [node_sum(of_logical_replica, *node, output_specs) for node in reduction.nodes(replica)])
 
     def _loss_scale(self):
         return tf.cast(self._trainer.optimizer.scale_loss(tf.constant(1.0)), tf.float32)

@@ -10,6 +10,7 @@ in one fixed tree (`reduction.py`), one division by K, and one optimizer update 
 (`step.py`). How many workers there are decides who computes which pass, and nothing else.
 """
 
+import itertools
 import os
 import time
 
@@ -62,6 +63,7 @@ class Trainer(keras.Model):
         self._training_metrics = True
         self._steps_per_epoch, self._steps_done = None, 0
         self._records, self._record_names = [], []
+        self._recorder, self._ids = None, 0
 
     def call(self, inputs, training=None):
         return self.model(inputs, training=training)
@@ -123,6 +125,7 @@ class Trainer(keras.Model):
         validation_data=None,
         validation_steps=None,
         class_weight=None,
+        fingerprints=None,
         **kwargs,
     ):
         """Keras's `fit` on a tf.data.Dataset of global batches (x, y[, sample_weight]), or on streams.
@@ -132,16 +135,21 @@ class Trainer(keras.Model):
             `datasets.Streams`, of which each worker reads its part alone.
           validation_data: a tf.data.Dataset of batches of any size, arrays (x, y[, sample_weight]), or `datasets.Streams`.
           total_steps: stop after so many steps, also in the middle of an epoch.
+          fingerprints: a `fingerprint.Recorder`, on every worker; it changes no bit of the training.
           class_weight, validation_steps, other arguments: as in Keras.
         Raises:
           ValueError: see `datasets.training`, `datasets.evaluation` and `losses`.
         """
         self._assert_compile_called("fit")
+        self._recorder = fingerprints
+        ids = x.ids.shape[0] if fingerprints and hasattr(x, "ids") else 0
+        if ids != self._ids:
+            self._ids, self.train_function = ids, None
         if hasattr(x, "examples"):
             if class_weight:
                 raise ValueError("class_weight is for a tf.data.Dataset; let the streams yield (x, y, sample_weight) instead.")
             spec, steps_per_epoch = self._batch_spec(x), steps_per_epoch or x.steps
-            x = self._distribute(x)
+            x = self._distribute(x, bool(ids))
         else:
             if class_weight:
                 x = x.map(make_class_weight_map_fn(class_weight))
@@ -152,13 +160,21 @@ class Trainer(keras.Model):
             validation_data, validation_steps = self._evaluation_data(validation_data, validation_steps)
         self._steps_per_epoch, self._steps_done = steps_per_epoch, 0
         self._steps_left = float("inf") if total_steps is None else total_steps
-        return super().fit(
-            x,
-            steps_per_epoch=steps_per_epoch,
-            validation_data=validation_data,
-            validation_steps=validation_steps,
-            **{**kwargs, "shuffle": False},  # the data set has its order
-        )
+        self._t = self.step
+        if self._recorder:
+            self._recorder.begin(self)
+        try:
+            return super().fit(
+                x,
+                steps_per_epoch=steps_per_epoch,
+                validation_data=validation_data,
+                validation_steps=validation_steps,
+                **{**kwargs, "shuffle": False},  # the data set has its order
+            )
+        finally:
+            if self._recorder:
+                self._recorder.end()
+            self._recorder = None
 
     def evaluate(self, x=None, y=None, batch_size=None, verbose="auto", sample_weight=None, steps=None, **kwargs):
         """Keras's `evaluate`: every example once, the same numbers on every worker, to the last bit for every N."""
@@ -171,7 +187,10 @@ class Trainer(keras.Model):
             else:
                 data = x if y is None else (x, y) if sample_weight is None else (x, y, sample_weight)
                 x, steps = self._evaluation_data(data, steps, batch_size)
-            return super().evaluate(x, verbose=verbose, steps=steps, **kwargs)
+            found = super().evaluate(x, verbose=verbose, steps=steps, **kwargs)
+            if self._recorder:
+                self._recorder.evaluated(self.step, *self._results(False), self.examples_evaluated)
+            return found
         finally:
             self.steps_per_execution, self._training_metrics = steps_per_execution, True
 
@@ -188,8 +207,8 @@ class Trainer(keras.Model):
     def _batch_spec(self, streams):
         return datasets.batch_spec(streams.element_spec, self.global_batch_size)
 
-    def _distribute(self, streams):
-        return datasets.distribute(streams, self.distribute_strategy, self.logical_replicas, self.global_batch_size)
+    def _distribute(self, streams, ids=False):
+        return datasets.distribute(streams, self.distribute_strategy, self.logical_replicas, self.global_batch_size, ids)
 
     def _prepare(self, training, spec):
         """Builds model, loss, metrics and optimizer from the data's specs, and traces the pass."""
@@ -213,7 +232,8 @@ class Trainer(keras.Model):
 
     def make_train_function(self, force=False):
         if force or self.train_function is None:
-            several_steps = self._on_iterator(self._step.train)
+            several_steps = self._on_iterator(lambda data: self._step.train(data, self._ids))
+            observed_step = self._observed_step()
 
             def train_function(iterator):
                 in_epoch = self._steps_per_epoch - self._steps_done
@@ -221,10 +241,26 @@ class Trainer(keras.Model):
                 self._steps_done = (self._steps_done + steps) % self._steps_per_epoch
                 self._steps_left -= steps
                 self.stop_training |= self._steps_left == 0
-                logs, self._records = several_steps(iterator, tf.constant(steps))
+                self._records = []
+                for observed, count in self._recorded_or_not(steps):
+                    if observed:
+                        logs, records, sums, seen = observed_step(iterator)
+                        self._recorder.stepped(self._t + 1, *self._results(True, sums), seen)
+                    else:
+                        logs, records = several_steps(iterator, tf.constant(count))
+                    self._t += count
+                    self._records.append(records)
                 return logs
 
             self.train_function = train_function
+
+    def _recorded_or_not(self, steps):
+        """The next `steps` steps in runs that are made in one call: (whether to record, number of steps)."""
+        if self._recorder is None:
+            return [(False, steps)]
+        due = [self._recorder.due(self._t + 1 + i) for i in range(steps)]
+        runs = [(recorded, len(list(run))) for recorded, run in itertools.groupby(due)]
+        return [part for recorded, count in runs for part in ([(True, 1)] * count if recorded else [(False, count)])]
 
     def make_test_function(self, force=False):
         if force or self.test_function is None:
@@ -237,19 +273,13 @@ class Trainer(keras.Model):
         @tf.function(autograph=False)
         def several_steps(iterator, steps):
             def one_step(index, stacks):
-                began = _now()
-                with tf.control_dependencies([began]):
-                    data = next(iterator)
-                with tf.control_dependencies(tf.nest.flatten(data, expand_composites=True)):
-                    wait = tf.cast(_now() - began, tf.float32)
-                facts = self.distribute_strategy.run(replica_step, args=(data,))
+                facts, wait = self._one_step(iterator, replica_step)
                 if facts is None:  # an evaluation
                     return index + 1, stacks
-                values = self._record(facts, wait)
-                self._record_names = list(values)
-                return index + 1, [stack.write(index, v) for stack, v in zip(stacks, values.values(), strict=True)]
+                values = self._record(*facts[:3], wait)
+                return index + 1, [stack.write(index, v) for stack, v in zip(stacks, values, strict=True)]
 
-            record = replica_step == self._step.train
+            record = replica_step != self._step.evaluate
             count = 3 + len(self._metric_names()) if record else 0
             stacks = [tf.TensorArray(tf.float32, size=steps, element_shape=[]) for _ in range(count)]
             _, stacks = tf.while_loop(lambda index, _: index < steps, one_step, [tf.constant(0), stacks], parallel_iterations=1)
@@ -257,18 +287,48 @@ class Trainer(keras.Model):
 
         return several_steps
 
+    def _observed_step(self):
+        """The function iterator -> (metrics since the last reset, records, metric sums and what is observed of one step).
+
+        A function of its own: a tf.cond around the collectives of several devices would make one wait for the other, and the
+        steps that are not recorded should not pay.
+        """
+
+        @tf.function(autograph=False)
+        def observed_step(iterator):
+            facts, wait = self._one_step(iterator, lambda data: self._step.train(data, self._ids, observed=True))
+            sums, _, learning_rate, seen = facts
+            records = [value[None] for value in self._record(*facts[:3], wait)]
+            return self.get_metrics_result(), records, sums, {**seen, "learning_rate": learning_rate}
+
+        return observed_step
+
+    def _one_step(self, iterator, replica_step):
+        """What a replica step returns, as one local replica has it, and the seconds that its data was waited for."""
+        began = _now()
+        with tf.control_dependencies([began]):
+            data = next(iterator)
+        with tf.control_dependencies(tf.nest.flatten(data, expand_composites=True)):
+            wait = tf.cast(_now() - began, tf.float32)
+        facts = self.distribute_strategy.run(replica_step, args=(data,))
+        return tf.nest.map_structure(lambda v: self.distribute_strategy.experimental_local_results(v)[0], facts), wait
+
     def _metric_names(self):
         with keras.StatelessScope(self._step.metric_values(True)):
             return list(super().get_metrics_result())
 
-    def _record(self, facts, wait):
-        sums, norm, learning_rate = tf.nest.map_structure(
-            lambda v: self.distribute_strategy.experimental_local_results(v)[0], facts
-        )
+    def _record(self, sums, norm, learning_rate, wait):
         with keras.StatelessScope(self._step.metric_values(True, sums)):
             values = super().get_metrics_result()
         values |= {"learning_rate": learning_rate, "gradient_norm": norm, "input_wait_s": wait}
-        return {name: tf.cast(value, tf.float32) for name, value in values.items()}
+        self._record_names = list(values)
+        return [tf.cast(value, tf.float32) for value in values.values()]
+
+    def _results(self, training, sums=None):
+        """The metrics by name and the metric sums, of an evaluation or of one step."""
+        with keras.StatelessScope(self._step.metric_values(training, sums)):
+            metrics = {name: float(value) for name, value in super().get_metrics_result().items()}
+        return metrics, [np.asarray(s).ravel().tolist() for s in (self._step.sums[training] if sums is None else sums)]
 
     def records(self) -> list[dict[str, float]]:
         """What is known of each step of the last execution, the oldest first; for callbacks, in `on_train_batch_end`.
@@ -276,8 +336,9 @@ class Trainer(keras.Model):
         The metrics of that step alone, over the global batch; `learning_rate`; `gradient_norm`, of the global gradient before
         clipping; and `input_wait_s`, how long this worker waited for its data. All but the last are the same on every worker.
         """
-        columns = [stack.numpy().tolist() for stack in self._records]
-        return [dict(zip(self._record_names, row, strict=True)) for row in zip(*columns, strict=True)]
+        tables = [[stack.numpy().tolist() for stack in stacks] for stacks in self._records]
+        rows = [row for columns in tables for row in zip(*columns, strict=True)]
+        return [dict(zip(self._record_names, row, strict=True)) for row in rows]
 
     @property
     def examples_evaluated(self) -> int:

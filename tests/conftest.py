@@ -23,9 +23,19 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "soak: long; runs with --soak")
+    config.addinivalue_line("markers", "processes: starts real processes, or measures time; runs alone")
 
 
+# Files of tests that start processes and wait for them with a deadline: `python -m tests` runs them one after the other.
+PROCESSES = """benchmark clusters_doc config digits doctor faults identity launcher monitoring preflight rendezvous run_dir sets
+study terminal verify""".split()
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if item.path.stem.removeprefix("test_") in PROCESSES:
+            item.add_marker(pytest.mark.processes)
     if not config.getoption("--soak"):
         for item in items:
             if item.get_closest_marker("soak"):
@@ -88,6 +98,13 @@ def run_program(*flags, status=0, timeout=300) -> str:
 def sha256(output: str) -> str:
     """The hash in a summary."""
     return re.search(r"sha256 +([0-9a-f]{64}) ", output)[1]
+
+
+@pytest.fixture(scope="session")
+def main_job(tmp_path_factory):
+    """README's first command, on real data, which several files look at: (run directory, output)."""
+    directory = tmp_path_factory.mktemp("digits")
+    return directory, run_program("train", "--dataset=digits", "--workers=2", f"--run_dir={directory}")
 
 
 class Clusters:

@@ -11,11 +11,12 @@ import sys
 import textwrap
 import threading
 import time
+import uuid
 
 import pytest
 from conftest import processes_left
 
-from cluster import rendezvous, spec
+from cluster import greeting, preflight, spec
 from cluster.launcher import free_addresses
 
 IN_TIME_S = 5
@@ -146,8 +147,9 @@ def test_a_worker_that_stays_after_the_others_is_ended(script):
 
 def training(tmp_path, *flags, workers=2):
     """The real program, long enough to be interrupted, at its first epoch's end."""
-    run = Launched("app", "train", f"--workers={workers}", "--epochs=1000", f"--run_dir={tmp_path}/run", *flags)
-    run.wait_for("epoch +1/1000")
+    run_dir = tmp_path / uuid.uuid4().hex
+    run = Launched("app", "train", f"--workers={workers}", "--epochs=1000", f"--run_dir={run_dir}", *flags)
+    run.wait_for(" 1/1000")
     return run
 
 
@@ -205,11 +207,14 @@ def test_a_training_ends_in_time_by_every_cause_four_times_in_a_row(tmp_path, en
 
 def ends_well(tmp_path, workers):
     """A short training whose output, standard error included, holds the expected lines and nothing else."""
-    places = [f"--run_dir={tmp_path}/run", f"--prepared_dir={tmp_path}/prepared"]
+    places = [f"--run_dir={tmp_path / uuid.uuid4().hex}", f"--prepared_dir={tmp_path}/prepared"]
     flags = ["--steps=3", "--logical_replicas=12", "--shards=12", "--global_batch_size=132", *places]
     run = Launched("app", "train", f"--workers={workers}", *flags)
     assert run.end(within=120) == 0, run.lines
-    expected = r"\[0\] (\S+: prepared before|small_cnn on|global batch|[\d,]+ |epoch|trained|held|saved|sha256|$)"
+    narration = (
+        "prepared before|small_cnn on|global batch|[\\d,]+ |first step|  epoch|epoch \\d| +1/1 |trained|held|saved|next|sha256"
+    )
+    expected = rf"recipe |\[0\] (\S+: )?({narration})"
     assert [line for line in run.lines if not re.match(expected, line)] == []
     assert processes_left() == []
 
@@ -260,28 +265,30 @@ def hello_and_leave(member):
     host, port = member.addresses[0].split(":")
     time.sleep(1)
     with socket.create_connection((host, int(port)), timeout=5) as connection:
-        connection.sendall(json.dumps({"number": member.number, "addresses": member.addresses}).encode() + b"\n")
+        for said in (greeting.hello(member), {"card": {"facts": {}, "problems": []}}):
+            connection.sendall(json.dumps(said).encode() + b"\n")
+        time.sleep(0.5)
 
 
 def arrive_late(member):
     time.sleep(2)
     with contextlib.suppress(spec.ClusterError):
-        rendezvous.meet(member, timeout_s=3)
+        preflight.check(member, timeout_s=3)
 
 
 def test_workers_that_do_not_meet_end_with_a_line_that_says_why():
     ours, theirs = free_addresses(2), free_addresses(2)
     one, two = (spec.parse(text) for text in spec.local_cluster(ours))
     with pytest.raises(spec.ClusterError, match=f"{ours[1]}.*did not start in time"):
-        rendezvous.meet(one, timeout_s=0.1)
+        preflight.check(one, timeout_s=0.1)
     with pytest.raises(spec.ClusterError, match=f"no answer from the chief at {ours[0]}"):
-        rendezvous.meet(two, timeout_s=0.1)
+        preflight.check(two, timeout_s=0.1)
     with socket.socket() as other:
         host, port = ours[0].split(":")
         other.bind((host, int(port)))
         other.listen()
         with pytest.raises(spec.ClusterError, match=f"{ours[0]}: Address already in use"):
-            rendezvous.meet(one, timeout_s=0.1)
+            preflight.check(one, timeout_s=0.1)
 
     three = free_addresses(3)  # the second comes, and leaves again: it is not counted as there
     chief, second, third = (spec.parse(text) for text in spec.local_cluster(three))
@@ -289,19 +296,19 @@ def test_workers_that_do_not_meet_end_with_a_line_that_says_why():
     for thread in threads:
         thread.start()
     with pytest.raises(spec.ClusterError, match=f"{three[1]}.*did not start in time"):
-        rendezvous.meet(chief, timeout_s=4)
+        preflight.check(chief, timeout_s=4)
     for thread in threads:
         thread.join()
     swapped = spec.parse(spec.local_cluster([ours[0], theirs[1]])[1])
 
     def arrive():
         with contextlib.suppress(spec.ClusterError):
-            rendezvous.meet(swapped, timeout_s=3)
+            preflight.check(swapped, timeout_s=3)
 
     late = threading.Thread(target=arrive)
     late.start()
     with pytest.raises(spec.ClusterError, match=f"another list of workers.*{theirs[1]}"):
-        rendezvous.meet(one, timeout_s=20)
+        preflight.check(one, timeout_s=20)
     late.join()
 
 

@@ -60,11 +60,9 @@ def test_pictures_train_the_same_weights_on_two_workers_as_on_one(tensorflow, tm
     raw = tmp_path / "raw"
     raw.mkdir()
     write(raw)
-    places = [f"--data_dir={raw}", f"--prepared_dir={tmp_path}/prepared", f"--run_dir={tmp_path}/run", f"--shards={shards}"]
-    outputs = [
-        run_program("train", f"--dataset={dataset}", f"--workers={workers}", *places, *TRAIN, "--eval_at_steps=1")
-        for workers in (1, 2)
-    ]
+    places = [f"--data_dir={raw}", f"--prepared_dir={tmp_path}/prepared", f"--shards={shards}"]
+    flags = ["train", f"--dataset={dataset}", *places, *TRAIN, "--eval_at_steps=1"]
+    outputs = [run_program(*flags, f"--workers={workers}", f"--run_dir={tmp_path}/{workers}") for workers in (1, 2)]
     assert sha256(outputs[0]) == sha256(outputs[1])
     assert f"[{held_out} examples]" in outputs[1]  # the evaluation after step 1
     assert re.search(rf"of {held_out} right", outputs[1])
@@ -79,14 +77,13 @@ def truncated(tensorflow, tmp_path):
     return [
         f"--data_dir={raw}",
         f"--prepared_dir={tmp_path}/prepared",
-        f"--run_dir={tmp_path}/run",
         "--dataset=imagenet",
         *TRAIN,
     ]
 
 
-def test_a_truncated_jpeg_is_named_with_file_and_record_by_the_worker_that_reads_it(truncated):
-    output = run_program("train", "--workers=2", *truncated, status=1)
+def test_a_truncated_jpeg_is_named_with_file_and_record_by_the_worker_that_reads_it(truncated, tmp_path):
+    output = run_program("train", "--workers=2", f"--run_dir={tmp_path}/run", *truncated, status=1)
     assert "CUDA" not in output  # nothing of TensorFlow's own start
     [line] = [line for line in output.splitlines() if "error:" in line]
     assert line.startswith("[1] ")
@@ -95,8 +92,9 @@ def test_a_truncated_jpeg_is_named_with_file_and_record_by_the_worker_that_reads
 
 
 @pytest.mark.soak
-def test_a_truncated_jpeg_is_skipped_alike_on_one_and_two_workers(truncated):
-    outputs = [run_program("train", f"--workers={w}", "--on_bad_record=skip", *truncated) for w in (1, 2)]
+def test_a_truncated_jpeg_is_skipped_alike_on_one_and_two_workers(truncated, tmp_path):
+    flags = ["train", "--on_bad_record=skip", *truncated]
+    outputs = [run_program(*flags, f"--workers={w}", f"--run_dir={tmp_path}/{w}") for w in (1, 2)]
     assert "record 5" in outputs[0]
     assert "31 examples in 4 shards" in outputs[1]
     assert sha256(outputs[0]) == sha256(outputs[1])
@@ -113,7 +111,7 @@ def test_cifars_six_files_train_on_two_and_four_workers(tmp_path):
         records[:, 0] %= 10
         (folder / name).write_bytes(records.tobytes())
     (folder / "batches.meta.txt").write_text("\n".join(f"class{i}" for i in range(10)) + "\n")
-    places = [f"--data_dir={tmp_path}", f"--prepared_dir={tmp_path}/prepared", f"--run_dir={tmp_path}/run"]
+    places = [f"--data_dir={tmp_path}", f"--prepared_dir={tmp_path}/prepared"]
     flags = ["train", "--dataset=cifar10", "--global_batch_size=128", "--steps=3", *places]
-    two, four = (sha256(run_program(*flags, f"--workers={workers}")) for workers in (2, 4))
+    two, four = (sha256(run_program(*flags, f"--workers={w}", f"--run_dir={tmp_path}/{w}")) for w in (2, 4))
     assert two == four

@@ -1,0 +1,313 @@
+"""Why two runs are not the same: the step and the stage at which they part, and the cause, if a replay shows it.
+
+The first step that differs is made again from the state before it, in each way that is suspected. A fault is named only if the
+step made so has the other run's numbers, within rounding, and the step made properly has not. Otherwise the cause is unknown.
+"""
+
+import dataclasses
+import json
+import math
+import os
+
+from app import compare_data, differences, evaluation_causes, hypotheses
+from app.hypotheses import CAUSES
+
+FITS = 1e-4  # of a tensor's norm: rounding in float32 stays below, within a step
+ROUNDING = 2e-5
+_SHAPED = ("weights", "statistics", "optimizer")
+_IGNORED = ("prepared_dir", "data_dir", "run_dir", "replicas", "cluster", "devices", "source_revision", "versions", "workers")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A recorded run: its name, lines of fingerprints, what config.json holds, or None, and the lines' file."""
+
+    name: str
+    lines: list[dict]
+    config: dict | None = None
+    file: str = ""
+
+    @property
+    def steps(self) -> dict[int, dict]:
+        """The lines of steps, by number."""
+        return {line["step"]: line for line in self.lines[1:] if "loss" in line}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """A cause that reproduces the other run.
+
+    Attributes:
+      number: in hypotheses.CAUSES.
+      evidence: what was done, and the numbers that show it.
+      distance: of the replayed step from the recorded one, the largest over its tensors, relative; 0 for what needs no replay.
+    """
+
+    number: int
+    evidence: str
+    distance: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What `compare` found.
+
+    Attributes:
+      step: the first that differs, from 1; 0: before the first; None: none differs.
+      stage: one of STAGES; None: none differs.
+      difference: the first difference in the numbers, or None.
+      causes: those that fit, the best first; empty: unknown.
+      notes: what else should be known, in lines.
+      same: steps that both recorded, and that are the same up to there.
+    """
+
+    step: int | None
+    stage: str | None
+    difference: differences.Difference | None
+    causes: tuple[Cause, ...]
+    notes: tuple[str, ...]
+    same: int
+
+    def __str__(self):
+        if self.stage is None:
+            return "\n".join([f"the same: {self.same} recorded steps, to the last bit", *self.notes])
+        where = f"at step {self.step}" if self.step else "before the first step"
+        lines = [f"the runs part {where}, in the stage: {self.stage} (recorded steps before that are the same: {self.same})"]
+        lines += [f"first difference: {self.difference}"] if self.difference else []
+        for rank, cause in enumerate(self.causes):
+            label = "cause" if rank == 0 else "would fit as well"
+            shown = f" (replayed: within {cause.distance:.1e} of run B)" if cause.distance else ""
+            lines.append(f"{label}: {CAUSES[cause.number]}: {cause.evidence}{shown}")
+        if not self.causes:
+            lines.append("cause: unknown")
+        return "\n".join([*lines, *self.notes])
+
+
+STAGES = (
+    "configuration",
+    "initial weights",
+    "data",
+    "pixels",
+    "loss",
+    "gradient",
+    "reduction",
+    "update",
+    "statistics",
+    "evaluation",
+)
+_STAGE = {  # of what `differences` tells
+    "initial statistics": "initial weights",
+    "initial optimizer": "initial weights",
+    "data ids": "data",
+    "labels": "data",
+    "learning rate": "update",
+    "optimizer": "update",
+    "weights": "update",
+    "workers": "statistics",
+}
+
+
+def compare(run_a: Run, run_b: Run, replay=None) -> Finding:
+    """Compares two runs.
+
+    Args:
+      run_a, run_b: see `read`.
+      replay: a `Replay` of run A, or a function that makes one; None: causes that need a replay stay unknown.
+    """
+    notes, other_config = [], _configuration(run_a, run_b)
+    if any(of != by for of, by in zip(*(_shapes(run) for run in (run_a, run_b)), strict=True)):
+        return Finding(
+            0, "configuration", None, (Cause(11, "; ".join(other_config)),), ("their tensors cannot be compared",), 0
+        )
+    step, difference, same, lines = _first(run_a, run_b)
+    if difference is None:
+        causes = (Cause(11, "; ".join(other_config)),) if other_config else ()
+        return Finding(0 if causes else None, "configuration" if causes else None, None, causes, (), same)
+    stage = _stage(difference, *lines)
+    causes = list(_causes(run_a, run_b, step, stage, lines, replay, notes))
+    if other_config:
+        notes = [f"the configurations differ: {'; '.join(other_config)}", f"the numbers part in the stage: {stage}", *notes]
+        stage, causes = "configuration", causes or [Cause(11, "; ".join(other_config))]
+    return Finding(step, stage, difference, tuple(causes), tuple(notes), same)
+
+
+def read(path: str) -> Run:
+    """The run in a run directory, or in a file of fingerprints. Raises ValueError, OSError."""
+    from cluster import fingerprint
+
+    directory = path if os.path.isdir(path) else os.path.dirname(path)
+    file = os.path.join(path, "fingerprints.jsonl") if os.path.isdir(path) else path
+    configured = os.path.join(directory, "config.json")
+    config = None
+    if os.path.basename(file) == "fingerprints.jsonl" and os.path.exists(configured):
+        with open(configured) as opened:
+            config = json.load(opened)
+    return Run(path, fingerprint.read(file), config, file)
+
+
+def _configuration(run_a, run_b):
+    """What differs in what decides the result: of config.json, or else of the records' headers."""
+    if run_a.config and run_b.config:
+        a, b = ({k: v for k, v in run.config.items() if k not in _IGNORED} for run in (run_a, run_b))
+        from app.config import Config
+
+        a, b = ({k: v for k, v in c.items() if _decides(Config, k)} for c in (a, b))
+    else:
+        names = ("global_batch_size", "seed", "identical")
+        a, b = ({k: run.lines[0].get(k) for k in names} for run in (run_a, run_b))
+        a, b = ({**c, "logical_replicas": run.lines[0].get("logical_replicas")} for c, run in ((a, run_a), (b, run_b)))
+        for i, kind in enumerate(_SHAPED):
+            a[kind], b[kind] = (_shapes(run)[i] for run in (run_a, run_b))
+        if "cluster.watch" in (run_a.lines[0]["made_by"], run_b.lines[0]["made_by"]):
+            a, b = ({k: c[k] for k in _SHAPED} for c in (a, b))
+    return [f"{k} is {a.get(k)!r} in run A and {b.get(k)!r} in run B" for k in dict.fromkeys([*a, *b]) if a.get(k) != b.get(k)]
+
+
+def _shapes(run):
+    """Shapes and types of weights, statistics and the optimizer's variables."""
+    return [[shape_and_type for _, *shape_and_type in run.lines[0][kind]] for kind in _SHAPED]
+
+
+def _decides(config_class, name):
+    field = config_class.__dataclass_fields__.get(name)
+    return name == "data_manifest" or (field is not None and field.metadata["result"])
+
+
+def _first(run_a, run_b):
+    """(step, difference, recorded steps that are the same, the two lines) of the first lines that differ."""
+    of_b, same = differences.keyed(run_b.lines), 0
+    for key, line in differences.keyed(run_a.lines).items():
+        if key[0] < 0 or key not in of_b:
+            continue
+        found = differences.of_line(run_a.lines[0], line, of_b[key])
+        if found and not (found.stage == "initial optimizer" and found.what.endswith("learning_rate")):  # a step tells better
+            return key[0], found, same, (line, of_b[key])
+        same += "loss" in line
+    return None, None, same, None
+
+
+def _stage(difference, a, b):
+    if difference.stage == "pixels" and "ids" not in a and a["y"] != b["y"]:
+        return "data"  # other examples, as far as one can see
+    if difference.stage == "pixels" and sorted(a["x"]) == sorted(b["x"]):
+        return "data"
+    if difference.stage == "gradient" and "replicas" not in a:
+        return "gradient"
+    return _STAGE.get(difference.stage, difference.stage)
+
+
+def _causes(run_a, run_b, step, stage, lines, replay, notes):
+    a, b = lines
+    if stage == "initial weights":
+        yield Cause(11, "the runs start from other numbers")
+        return
+    replay = replay() if callable(replay) else replay
+    workers = sorted({run_b.lines[0].get("replicas", 1), 2, 3, 4, 8})
+    if stage == "data":
+        yield from (Cause(*found) for found in compare_data.explained(run_a.steps, run_b.steps, step, workers, replay))
+        return
+    if stage == "pixels":
+        if replay is not None and replay.repainted:
+            yield from (Cause(4, text) for text, hashes in replay.repainted(step) if hashes == b["x"])
+        return
+    if stage == "evaluation":
+        yield from (Cause(12, text) for text in evaluation_causes.explained(replay, a, b, run_a.lines[0]))
+        return
+    drift = differences.drift(b)
+    if drift and stage == "statistics":
+        notes.append(f"run B's workers hold different values: {drift}")
+    before = max((t for t in run_a.steps if t < step and t in run_b.steps), default=0)
+    if step - 1 > max(before, run_a.lines[1]["step"]):
+        notes.append(
+            f"steps {before + 1} to {step - 1} were not recorded, so the runs may have parted there, and step {step} cannot be "
+            "replayed from a state that both had. Record every step: --fingerprint_every=1"
+        )
+        return
+    if replay is None:
+        notes.append("the state before this step cannot be had: no configuration to run again, and none kept")
+        return
+    yield from replayed(replay, run_a, run_b, step, a, b, notes)
+
+
+def replayed(replay, run_a, run_b, step, a, b, notes):
+    """The causes of which the replayed step has run B's numbers, the best first."""
+    from app.replay import Change
+
+    replay.go_to(step)
+    rate = [i for i, (path, *_) in enumerate(run_a.lines[0]["optimizer"]) if path.endswith("learning_rate")]
+    a, b = (_without(line, rate) for line in (a, b))  # the update shows which rate was used
+    proper = _distance(replay, Change(), a, math.inf, rate)
+    if proper > FITS:
+        notes.append(
+            f"the step made again differs from run A's own record by {proper:.1e}, so nothing can be concluded from it"
+        )
+        return
+    nothing = _distance(replay, Change(), b, math.inf, rate)
+    found = []
+    for suspect in hypotheses.table(replay, run_a.lines[0], run_b.lines[0], a, b):
+        if suspect.cause == 10 and found:
+            break  # many, and the least likely
+        distance = _distance(replay, suspect.change, b, FITS, rate)
+        if distance <= FITS and distance < nothing / 10:
+            found.append(Cause(suspect.cause, suspect.text, max(distance, 1e-300)))
+    if nothing <= ROUNDING:
+        evidence = f"run B's step is the proper one within {nothing:.1e}; {_setting(run_a, run_b)}"
+        found.append(Cause(13, evidence, max(nothing, 1e-300)))
+    notes.append(f"the step made properly has run A's numbers (within {proper:.1e}); run B's are {nothing:.1e} away")
+    yield from sorted(found, key=lambda cause: cause.distance)
+
+
+def _distance(replay, change, line, enough, rate=()):
+    """How far a step made with `change` is from a recorded one: the largest of its tensors' relative distances.
+
+    Ends at the first stage that is further away than `enough`.
+    """
+    worst = 0.0
+    for kind, predicted in replay.predicted(change):
+        if kind not in line:
+            continue
+        if kind == "metric_sums":
+            pairs = [(x, y) for p, q in zip(predicted, line[kind], strict=False) for x, y in zip(p, q, strict=True)]
+            found = max((abs(x - y) / max(abs(x), abs(y), 1e-30) for x, y in pairs), default=0.0)
+        else:
+            predicted = _without({kind: predicted}, rate)[kind] if kind == "optimizer" else predicted
+            # Weights are rounded: an update, their difference, is known no better than they are.
+            slack = [1.2e-7 * norm for norm in line["weights"]["norm"]] if kind == "update" else None
+            found = _apart(predicted, line[kind], slack)
+        worst = max(worst, found if not math.isnan(found) else math.inf)
+        if worst > enough:
+            break
+    return worst
+
+
+def _without(line, places):
+    """The line without these of the optimizer's variables."""
+    kept = {name: [v for i, v in enumerate(values) if i not in places] for name, values in line["optimizer"].items()}
+    return {**line, "optimizer": kept}
+
+
+def _apart(a, b, slack=None):
+    """The largest distance of two lists' tensors, relative to the tensor, or to a thirtieth of the list if that is more.
+
+    A distance of `slack`, a tensor, is none.
+    """
+    if a["hash"] == b["hash"]:
+        return 0.0
+    floor = 0.03 * math.sqrt(sum(norm**2 for norm in a["norm"]) / max(1, len(a["norm"])))
+    worst = 0.0
+    for i, (p, q) in enumerate(zip(a["projections"], b["projections"], strict=True)):
+        square = sum((x - y) ** 2 for x, y in zip(p, q, strict=True)) / len(p)
+        distance = max(0.0, math.sqrt(square) - (slack[i] if slack else 0.0))
+        worst = max(worst, distance / max(a["norm"][i], b["norm"][i], floor, 1e-30))
+    return worst
+
+
+def _setting(run_a, run_b):
+    """What would remove a difference by rounding."""
+    if not all(run.lines[0].get("identical", True) for run in (run_a, run_b)):
+        return "--identical (the default) adds in one order whatever the number of workers is"
+    configs = [run.config or {} for run in (run_a, run_b)]
+    for name, advice in (("intra_op_threads", "give both the same --intra_op_threads"), ("versions", "use the same versions")):
+        if configs[0].get(name) != configs[1].get(name):
+            return f"{name}: {configs[0].get(name)} and {configs[1].get(name)}; {advice}"
+    return "the same processor, TensorFlow and --intra_op_threads, with --identical, would remove it"

@@ -1,0 +1,228 @@
+"""Runs that are broken in one way each: compare names the step, the stage and the cause; sound runs have none."""
+
+import numpy as np
+import pytest
+
+SOUND = {"normalised": True, "dropped": True}
+BARE = {"normalised": False, "dropped": False}
+
+
+@pytest.fixture(scope="module")
+def sound(tensorflow, devices):
+    """For a kind of network: (the sound run's record, its replay), made once."""
+    import broken
+
+    made = {}
+
+    def of(kind):
+        key = tuple(sorted(kind.items()))
+        if key not in made:
+            made[key] = broken.run(devices(1), "A", **kind), broken.replay(devices(1), **kind)
+        return made[key]
+
+    return of
+
+
+@pytest.fixture
+def found(sound, devices):
+    """Breaks a run of this kind and compares the sound one with it."""
+    import broken
+
+    from app.compare import compare
+
+    def find(kind=SOUND, replicas=1, **how):
+        a, replay = sound(kind)
+        return compare(a, broken.run(devices(replicas), "B", **{**kind, **how}), replay)
+
+    return find
+
+
+def expect(finding, step, stage, cause, text):
+    assert (finding.step, finding.stage) == (step, stage), str(finding)
+    assert finding.causes, str(finding)
+    assert finding.causes[0].number == cause, str(finding)
+    assert text in finding.causes[0].evidence, str(finding)
+    assert f"cause: {finding.causes[0].evidence}" in str(finding).replace(f"{_name(cause)}: ", "")
+
+
+def _name(cause):
+    from app.hypotheses import CAUSES
+
+    return CAUSES[cause]
+
+
+def test_sound_runs_on_one_and_two_replicas_are_the_same(found):
+    finding = found(replicas=2)
+    assert (finding.step, finding.stage, finding.causes, finding.same) == (None, None, (), 3)
+    assert "the same: 3 recorded steps" in str(finding)
+
+
+@pytest.mark.parametrize(
+    ("factor", "cause", "text"),
+    [
+        (2, 1, "summed over 2 workers, not averaged"),
+        (0.5, 1, "divided by the 2 workers twice"),
+        (1024.0, 9, "the loss scale of 1024 is left in"),
+    ],
+)
+def test_gradients_summed_averaged_twice_or_with_the_loss_scale(found, factor, cause, text):
+    import broken
+
+    expect(found(fault=broken.gradients_times(factor)), 1, "reduction", cause, text)
+
+
+def _in_batches(change):
+    """X and Y with every batch of 24 changed."""
+    import broken
+
+    x, y = (np.concatenate([change(batch) for batch in a.reshape(-1, 24, *a.shape[1:])]) for a in (broken.X, broken.Y))
+    return {"x": x, "y": y}
+
+
+@pytest.mark.parametrize(
+    ("change", "cause", "text"),
+    [
+        (lambda batch: np.concatenate([batch[:12], batch[:12]]), 2, "all 2 workers read the same 12 examples"),
+        (lambda batch: np.concatenate([batch[:20], batch[:4]]), 2, "4 of the 24 examples in run B's batch are there a second"),
+        (lambda batch: batch[::-1], 3, "the same 24 examples in another order"),
+    ],
+)
+def test_same_examples_on_all_workers_overlap_and_order(found, change, cause, text):
+    expect(found(**_in_batches(change)), 1, "data", cause, text)
+
+
+def test_examples_missing_and_batches_in_another_order(found):
+    import broken
+
+    again = [np.concatenate([a[:24], a[:24], a[48:]]) for a in (broken.X, broken.Y)]  # step 2 reads what step 1 has read
+    expect(found(x=again[0], y=again[1]), 2, "data", 2, "24 of run A's never")
+    turned = [np.concatenate([a[24:72], a[:24], a[72:]]) for a in (broken.X, broken.Y)]
+    expect(found(x=turned[0], y=turned[1]), 1, "data", 3, "steps 1 to 3 hold the same 72 examples in another order")
+
+
+def test_other_pixels_have_no_cause_where_no_augmentation_is_known(found):
+    import broken
+
+    finding = found(x=broken.X * 1.5)
+    assert (finding.step, finding.stage, finding.causes) == (1, "pixels", ())
+    assert "cause: unknown" in str(finding)
+
+
+def test_other_dropout_masks(found):
+    import broken
+
+    same = found(fault=broken.keyed(lambda step, k: (step, k % 2)))
+    expect(same, 1, "loss", 4, "all 2 workers draw the dropout masks of worker 0")
+    seed = found(seed=8)
+    expect(seed, 1, "configuration", 4, "the dropout masks are those of seed 8, not 7")
+    assert any("seed is 7 in run A and 8 in run B" in note for note in seed.notes)
+
+
+def test_batch_normalisation_over_another_group(found):
+    kind = {"normalised": True, "dropped": False}
+    expect(found(kind, logical=1), 1, "configuration", 5, "those of the whole batch, not of 6 (K = 4)")
+
+
+def test_moving_statistics_that_drift_apart(found):
+    import broken
+
+    finding = found(replicas=2, fault=broken.own_statistics)
+    expect(finding, 1, "statistics", 6, "each of 2 workers keeps the moving statistics of its own examples")
+    assert any("replica 1 has" in note for note in finding.notes)
+
+
+def test_clipping_before_the_reduction(found):
+    import broken
+
+    expect(found(BARE, fault=broken.clipped_before), 1, "gradient", 7, "clips its own mean gradient, before the reduction")
+
+
+def test_optimizer_stepped_twice(found):
+    import broken
+
+    expect(found(fault=broken.stepped(2)), 1, "update", 8, "applied 2 times a step with the same gradient")
+
+
+def test_other_learning_rate_and_weight_decay(found):
+    expect(found(rate=0.2), 1, "update", 9, "the learning rate is 2 times as large, as recorded: 0.2 for 0.1")
+    expect(found(decay=0.02), 1, "update", 9, "the weight decay is 2 times as large")
+
+
+def test_other_initial_weights_and_other_networks(found):
+    expect(found(weights_seed=2), 0, "initial weights", 11, "start from other numbers")
+    expect(found(normalised=False), 0, "configuration", 11, "statistics is")
+
+
+def test_rounding_alone(found):
+    """Three logical replicas on each of two replicas: a ring adds six in another order than the tree."""
+    finding = found({"normalised": True, "dropped": False, "logical": 6}, replicas=2, identical=False)
+    expect(finding, 1, "configuration", 13, "--identical (the default)")
+    assert len(finding.causes) == 1
+
+
+def test_a_fault_in_a_later_step_is_found_from_the_state_before_it(found):
+    import broken
+
+    finding = found(fault=broken.keyed(lambda step, k: (step, k % (4 - 2 * (step // 2)))))  # wrong from step 3 on
+    expect(finding, 3, "loss", 4, "all 2 workers draw the dropout masks of worker 0")
+    assert finding.same == 2
+
+
+def test_a_fault_that_no_suspect_reproduces_is_unknown(found):
+    import broken
+
+    finding = found(fault=broken.gradients_times(1.37))
+    assert (finding.step, finding.stage, finding.causes) == (1, "reduction", ())
+    assert "cause: unknown" in str(finding)
+
+
+def test_steps_between_the_recorded_ones_are_not_guessed_at(sound, devices):
+    import broken
+
+    from app.compare import compare
+
+    a, replay = sound(SOUND)
+    b = broken.run(devices(1), "B", every=3, fault=broken.keyed(lambda step, k: (step, k * (step < 1))))
+    finding = compare(a, b, replay)
+    assert (finding.step, finding.causes) == (3, ())
+    assert any("--fingerprint_every=1" in note for note in finding.notes)
+
+
+@pytest.fixture(scope="module")
+def evaluated(tensorflow, devices):
+    """A run with 35 held-out examples, its replay, and the lines of evaluations of others with the same weights."""
+    import broken
+
+    x, y = broken.X[:35], broken.Y[:35]
+    record = lambda held_out: broken.run(devices(1), steps=1, held_out=held_out, **BARE)  # noqa: E731
+    return record((x, y)), broken.replay(devices(1), evaluation=(x, y), **BARE), record
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (lambda x: np.concatenate([x, x]), "every example counts 2 times: 70 for 35"),
+        (lambda x: x[:24], "the last 11 of 35 examples are left out"),
+        (lambda x: x[18:], "only worker 1 of 2 is counted: 17 of 35 examples"),
+    ],
+)
+def test_evaluations_that_count_twice_or_leave_out(evaluated, wrong, text):
+    import broken
+
+    from app.compare import compare
+
+    a, replay, record = evaluated
+    finding = compare(a, record((wrong(broken.X[:35]), wrong(broken.Y[:35]))), replay)
+    expect(finding, 1, "evaluation", 12, text)
+
+
+def test_an_evaluation_that_weights_a_smaller_batch_like_the_others(evaluated):
+    import broken
+
+    from app.compare import Run, compare
+
+    a, replay, record = evaluated
+    parts = [record((broken.X[s], broken.Y[s])).lines[-1]["metrics"] for s in (slice(24), slice(24, 35))]
+    mean = {name: (parts[0][name] + parts[1][name]) / 2 for name in parts[0]}
+    b = Run("B", [*a.lines[:-1], {**a.lines[-1], "metrics": mean}])
+    expect(compare(a, b, replay), 1, "evaluation", 12, "mean over batches, of which the last has 11 examples")
