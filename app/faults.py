@@ -10,6 +10,7 @@ import sys
 import tensorflow as tf
 
 from app import records
+from app.config import UsageError
 from app.data import Data
 
 # What TensorFlow raises for damaged records; not what it raises when memory or another worker is gone.
@@ -27,9 +28,20 @@ class DataFault(ValueError):
 
 @contextlib.contextmanager
 def named(data: Data, me):
-    """Within the block, an error of TensorFlow that comes from this worker's data is raised as a DataFault."""
+    """Within the block, an error of TensorFlow that comes from this worker's data is raised as a DataFault.
+
+    And one that says that an operation has no deterministic form, as a UsageError.
+    """
     try:
         yield
+    except tf.errors.UnimplementedError as error:
+        reason = next((line for line in error.message.splitlines() if "determinis" in line), None)
+        if reason is None:
+            raise
+        raise UsageError(
+            f"an operation has no deterministic form here: {reason.strip(' .')}. Use --noidentical, or do without it "
+            "(--nojit_compile, if that was given; or another network)"
+        ) from None
     except _OF_DATA as error:
         print("a step failed on its data; looking for the damaged record in this worker's files", file=sys.stderr, flush=True)
         if fault := _find(data, me):

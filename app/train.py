@@ -207,7 +207,7 @@ def plan(config, data, replicas, steps_per_epoch, epochs):
     )
     threads = f"{config.intra_op_threads} intra-op {'thread' if config.intra_op_threads == 1 else 'threads'}"
     yield (
-        f"{epochs} epochs of {steps_per_epoch} steps (round({train.examples:,} / {config.global_batch_size})); "
+        f"{epochs} {'epoch' if epochs == 1 else 'epochs'} of {steps_per_epoch} steps (round({train.examples:,} / {config.global_batch_size})); "
         f"{threads} a worker (part of the run: the bits follow it)"
     )
 

@@ -187,8 +187,9 @@ SMALL = [
     "--shards=4",
     "--optimizer=sgd",
     "--learning_rate=0.01",
-    "--steps=20",  # two and a half epochs of eight
-    "--eval_every_steps=4",
+    "--steps=12",  # one and a half epochs of eight
+    "--eval_every_steps=8",
+    "--eval_at_steps=4",
     "--eval_at_start",
 ]
 
@@ -217,10 +218,10 @@ def test_an_evaluation_is_told_once_also_at_an_epochs_end_and_before_the_first_s
     directory, found = small_run()
     events, order = events_of(directory)
     expected = [("evaluation", 0)]
-    for step in range(1, 21):
-        expected += [("step", step), *[("evaluation", step)] * (step % 4 == 0), *[("epoch", step)] * (step in (8, 16, 20))]
+    for step in range(1, 13):
+        expected += [("step", step), *[("evaluation", step)] * (step % 4 == 0), *[("epoch", step)] * (step in (8, 12))]
     assert order == expected
-    assert [(r["epoch"], r["steps"]) for r in events["epoch"]] == [(1, 8), (2, 8), (3, 4)]
+    assert [(r["epoch"], r["steps"]) for r in events["epoch"]] == [(1, 8), (2, 4)]
     assert {r["examples"] for r in events["evaluation"]} == {64}
     validation, _ = scalars_of(directory / "validation")
     assert validation["loss"] == [(r["step"], np.float32(r["loss"])) for r in events["evaluation"]]
@@ -243,12 +244,8 @@ def test_several_steps_in_an_execution_tell_the_same(small_run):
 
 def test_without_tensorboard_there_are_no_events(small_run):
     directory, _ = small_run("--steps_per_execution=4", "--notensorboard")
-    documents = ["config.json", "metrics.csv", "metrics.jsonl", "model.keras", "summary.json"]
-    assert sorted(str(path.relative_to(directory)) for path in directory.rglob("*")) == [
-        *documents,
-        "worker-0",
-        "worker-0/log.txt",
-    ]
+    assert list(directory.rglob("*events*")) == []
+    assert [path.name for path in directory.iterdir() if path.is_dir()] == ["worker-0"]
 
 
 def test_every_so_many_steps_has_a_line_and_a_point_and_the_first_shows_at_once_that_the_run_has_begun(tensorflow, tmp_path):
