@@ -2,7 +2,6 @@
 
 import os
 
-from app import compare
 from app.config import UsageError
 from cluster import quiet
 
@@ -20,12 +19,15 @@ def run(arguments: list[str]) -> int:
     with quiet.hushed():
         import tensorflow as tf
 
+        from app import compare
+
         try:
             run_a, run_b = (compare.read(path) for path in arguments)
         except (OSError, ValueError, tf.errors.OpError) as error:
             raise UsageError(f"{' '.join(str(error).split())}. Train with --fingerprint_every=1 to record a run") from None
-        print(f"run A {run_a.name}: {len(run_a.steps)} recorded steps    run B {run_b.name}: {len(run_b.steps)}", flush=True)
         finding = compare.compare(run_a, run_b, lambda: _replay(run_a))
+    for name, recorded in (("A", run_a), ("B", run_b)):
+        print(f"run {name}: {recorded.name}, {len(recorded.steps)} recorded steps")
     print(finding)
     return 0 if finding.stage is None else 1
 

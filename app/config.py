@@ -204,7 +204,7 @@ def _problem(field, value):
     named_by_user = field.metadata["open"] and ":" in value  # package.module:function, synthetic:32x32x3:10:1024
     if choices and value not in choices and not named_by_user:
         near = difflib.get_close_matches(str(value), choices, n=1)
-        return f"--{field.name}={value} is unknown{f'; did you mean {near[0]}?' if near else ''} One of: {', '.join(choices)}"
+        return f"--{field.name}={value} is unknown{f'; did you mean {near[0]}?' if near else '.'} One of: {', '.join(choices)}"
     if field.type is float and not 0 <= value < float("inf"):
         return f"--{field.name}={value}: a number, 0 or more"
     if least is not None and value < least:

@@ -17,6 +17,7 @@ import subprocess
 
 from app import manifest
 from app.config import Config, UsageError
+from cluster import quiet
 
 _BEFORE_CONFIG = r"worker-\d+|config\.json\.tmp"  # what a start leaves that ends before it has written config.json
 
@@ -29,6 +30,8 @@ def finished(config: Config) -> str | None:
     Raises:
       UsageError: if the directory holds something else, another run, or this one unfinished; or if it cannot be written.
     """
+    if "://" in config.run_dir:
+        _import_tensorflow(config.verbose)
     directory, files = config.run_dir, _files(config.run_dir)
     recorded = _read_json(directory, "config.json")
     if recorded is None and all(re.fullmatch(_BEFORE_CONFIG, name) for name in files):
@@ -93,6 +96,13 @@ def source_revision() -> str:
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
         return "unknown"
+
+
+def _import_tensorflow(verbose):
+    """Without what it prints at that, unless that is wanted."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if verbose else "2")
+    with quiet.hushed(not verbose):
+        import tensorflow  # noqa: F401
 
 
 def _data_digest(config):

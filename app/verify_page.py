@@ -110,7 +110,7 @@ def _distances(found, names):
                 axes.semilogy(*zip(*moved, strict=True), ":", linewidth=1.2, color=f"C{colour}")
     dotted = "; dotted: a run disturbed by rounding" if "rounding" in rows[0] else ""
     axes.set(xlabel="step", ylabel="relative distance", title=f"largest distance from {names[0]}{dotted}")
-    if axes.lines:  # what is not finite cannot be drawn
+    if axes.get_legend_handles_labels()[0]:  # what is not finite cannot be drawn
         axes.legend(ncols=2, fontsize="small")
     return "<h2>Distance</h2>" + _svg(figure)
 

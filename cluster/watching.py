@@ -22,7 +22,8 @@ def watch(model, dataset, path="fingerprints.jsonl", every=1, keep=None):
     """Records what `model.fit` does with `dataset`, in the format of `fingerprint.py`.
 
     Known from outside are batch, loss, weights, moving statistics and the optimizer's variables, and so the update. Gradients
-    are not, nor are metrics that Keras makes only in the first step. In a cluster every worker writes its own file, of what it holds itself: the chief `path`, worker i `path`.worker-i.
+    are not, nor are metrics that Keras makes only in the first step. In a cluster every worker writes its own file, of what it
+    holds itself: the chief `path`, worker i `path`.worker-i.
 
     Args:
       model: a compiled keras.Model.

@@ -1,5 +1,7 @@
 """--dry_run: what it says is what a training would do, by hand, and it does nothing of it."""
 
+import dataclasses
+import json
 import math
 import os
 import re
@@ -110,9 +112,13 @@ def test_what_would_stop_the_training_is_told_in_one_line(tensorflow, tmp_path, 
     assert "\n" not in str(error.value)
 
 
-def test_a_finished_run_is_not_run_again_and_it_says_so(main_job, tensorflow):
+def test_a_finished_run_is_not_run_again_and_it_says_so(tensorflow, tmp_path):
     from app import dry_run
 
-    directory, _ = main_job
-    config, _ = command_line.parse(["--dataset=digits", f"--run_dir={directory}"])
-    assert list(dry_run.lines(config, 2, ""))[-1].startswith(f"{directory} holds this run, finished: 440 steps")
+    config, _ = command_line.parse(["--dataset=digits", f"--run_dir={tmp_path}"])
+    list(dry_run.lines(config, 2, ""))  # which prepares the data if need be
+    recorded = {**dataclasses.asdict(config), "data_manifest": load(config.prepared_path()).digest()}
+    (tmp_path / "config.json").write_text(json.dumps(recorded))
+    (tmp_path / "summary.json").write_text('{"steps": 440, "sha256": "0123"}')
+    last = list(dry_run.lines(config, 2, ""))[-1]
+    assert last.startswith(f"{tmp_path} holds this run, finished: 440 steps, sha256 0123.")
