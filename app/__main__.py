@@ -23,7 +23,8 @@ USAGE = """usage: ./run.sh [command] [flags]
                flags of train
   verify       prove it: the flags of train, on --on=1,2,4 workers one after the other, every step compared to the last bit
   repeat       what is noise? the flags of train, with --seeds=5 seeds: mean, spread and a picture of the final numbers
-  compare      compare RUN_A RUN_B: at which step and in which stage two recorded runs part, and the cause, by replaying it
+  compare      compare RUN_A RUN_B: at which step and in which stage two recorded runs part, and the cause, by replaying it;
+               --spread=DIR of a repeat tells the final numbers' difference in units of the spread over seeds
   prepare      turn a data set into TFRecord shards and a manifest; training does so by itself for small sets
   models       list the networks: input, classes, trainable parameters, source
   tensorboard  show runs in a browser: --run_dir=DIR of one, or all in runs/; --port=N; on this machine alone, or --bind_all

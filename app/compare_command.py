@@ -1,19 +1,28 @@
 """`./run.sh compare RUN_A RUN_B`: what `compare` finds, printed; exit status 0 if the runs are the same, else 1."""
 
+import json
 import os
+import pathlib
 
+from app import repeat
 from app.config import UsageError
 from cluster import quiet
 
 
 def run(arguments: list[str]) -> int:
-    """Compares two run directories, or files of fingerprints.
+    """Compares two run directories, or files of fingerprints; with --spread=DIR of a `repeat`, final numbers in its units.
 
     Raises:
       UsageError: in one line, if one of them is no recorded run.
     """
-    if len(arguments) != 2 or any(argument.startswith("-") for argument in arguments):
-        raise UsageError(f"compare takes two runs, as compare runs/A runs/B; got {' '.join(arguments) or 'none'}")
+    given, names = [a for a in arguments if a.startswith("-")], [a for a in arguments if not a.startswith("-")]
+    if len(names) != 2 or any(not flag.startswith("--spread=") for flag in given):
+        got = " ".join(arguments) or "none"
+        raise UsageError(f"compare takes two runs, as compare runs/A runs/B, and --spread=DIR of a repeat; got {got}")
+    try:
+        spreads = repeat.spread(given[-1].partition("=")[2]) if given else {}
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{given[-1]}: {error}; make one with ./run.sh repeat") from None
     os.environ.pop("TF_CONFIG", None)  # a replay is this process's alone
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     with quiet.hushed():
@@ -22,14 +31,27 @@ def run(arguments: list[str]) -> int:
         from app import compare
 
         try:
-            run_a, run_b = (compare.read(path) for path in arguments)
+            run_a, run_b = (compare.read(path) for path in names)
         except (OSError, ValueError, tf.errors.OpError) as error:
             raise UsageError(f"{' '.join(str(error).split())}. Train with --fingerprint_every=1 to record a run") from None
         finding = compare.compare(run_a, run_b, lambda: _replay(run_a))
     for name, recorded in (("A", run_a), ("B", run_b)):
         print(f"run {name}: {recorded.name}, {len(recorded.steps)} recorded steps")
     print(finding)
+    for line in _in_spreads(names, spreads):
+        print(line)
     return 0 if finding.stage is None else 1
+
+
+def _in_spreads(names, spreads):
+    """The runs' final numbers, in units of their spread over seeds, as far as the runs have finished."""
+    try:
+        a, b = (json.loads(pathlib.Path(name, "summary.json").read_text()) for name in names)
+    except (OSError, ValueError):
+        return
+    for name in spreads:
+        if name in a and name in b and (line := repeat.in_spreads(name, a[name], b[name], spreads)):
+            yield line
 
 
 def _replay(run):

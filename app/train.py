@@ -206,10 +206,8 @@ def plan(config, data, replicas, steps_per_epoch, epochs):
         f"{config.logical_replicas // replicas} on each of {workers}"
     )
     threads = f"{config.intra_op_threads} intra-op {'thread' if config.intra_op_threads == 1 else 'threads'}"
-    yield (
-        f"{epochs} {'epoch' if epochs == 1 else 'epochs'} of {steps_per_epoch} steps (round({train.examples:,} / {config.global_batch_size})); "
-        f"{threads} a worker (part of the run: the bits follow it)"
-    )
+    an_epoch = f"{steps_per_epoch} steps (round({train.examples:,} / {config.global_batch_size}))"
+    yield (f"{epochs} epoch{'s' * (epochs > 1)} of {an_epoch}; {threads} a worker (part of the run: the bits follow it)")
 
 
 def configuration(config, manifest, replicas, me) -> dict:

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from app import command_line, config, repeat, repeat_picture
+from app import command_line, compare_command, config, repeat, repeat_picture
 
 FLAGS = ["--dataset=synthetic:8x8x1:10:256", "--model=lenet", "--global_batch_size=32", "--shards=4"]
 
@@ -41,5 +41,10 @@ def test_repeat_tells_the_spread_and_makes_no_run_twice(tmp_path, capsys):
         "val_top_1 0.5000 against 1.0000: 4.0 times the spread over seeds, 0.1250; more than seeds do"
     )
     assert "seeds alone do as much" in repeat.in_spreads("val_top_1", 0.5, 0.75, spreads)
+    pair = [str(tmp_path / f"seed-{seed}") for seed in (4, 5)]
+    assert [line[:40] for line in compare_command._in_spreads(pair, spreads)] == [
+        "val_top_1 0.5000 against 0.7500: 2.0 tim",
+        "loss 1.0000 against 1.5000: 2.0 times th",
+    ]
     assert (tmp_path / "repeat.png").read_bytes()[:4] == b"\x89PNG"
     repeat_picture.draw(json.loads((tmp_path / "repeat.json").read_text()), str(tmp_path / "again.png"))
