@@ -13,7 +13,8 @@ def main(arguments: list[str]) -> int:
     pytest = [sys.executable, "-m", "pytest", *arguments]
     if not all(argument.startswith("--") for argument in arguments):
         return subprocess.run(pytest).returncode
-    side_by_side = subprocess.run([*pytest, "-m", "not processes", "-n", str(min(4, os.cpu_count() or 1))]).returncode
+    workers = ["-n", str(min(4, os.cpu_count() or 1)), "--dist=worksteal"]
+    side_by_side = subprocess.run([*pytest, "-m", "not processes", *workers]).returncode
     return max(side_by_side, subprocess.run([*pytest, "-m", "processes"]).returncode)
 
 

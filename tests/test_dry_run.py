@@ -43,7 +43,7 @@ def rates(lines):
 
 def test_the_digits_on_two_workers_are_derived_as_by_hand(dry_run, tmp_path):
     lines = dry_run("--dataset=digits", workers=2)
-    assert lines[1:7] == [
+    assert lines[lines.index("recipe recipes/digits.flags") :][:6] == [  # before: what preparing the data says
         "recipe recipes/digits.flags",
         "small_cnn on digits: 1,437 examples in 64 shards to train with, 360 held out",
         "global batch 128 = 4 logical replicas x 32; 2 on each of 2 workers",
