@@ -94,8 +94,7 @@ def _train(arguments):
             from app import dry_run
         member = _member(options)
         workers = options.workers or (member.workers if member else 1)
-        for line in dry_run.lines(settings, workers, options.recipe):
-            print(line)
+        print("\n".join(list(dry_run.lines(settings, workers, options.recipe))))
         return 0
 
     def part():
@@ -235,8 +234,12 @@ def _tensorboard(arguments):
     if "://" not in logdir and not os.path.isdir(logdir):
         raise UsageError(f"--run_dir={logdir} is no directory; train first, or name the run's directory")
     address = ["--bind_all"] if bind_all else ["--host=localhost"]
-    command = [sys.executable, "-m", "tensorboard.main", f"--logdir={logdir}", f"--port={port}", *address]
-    os.execvpe(sys.executable, command, {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"})
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    with quiet.hushed():
+        import tensorflow  # noqa: F401  (TensorBoard would import it later, aloud)
+        from tensorboard import main as tensorboard
+    sys.argv = ["tensorboard", f"--logdir={logdir}", f"--port={port}", *address]
+    return tensorboard.run_main()
 
 
 def _member(options):

@@ -140,7 +140,7 @@ class Config:
 
     def default_run_dir(self) -> str:
         digest = hashlib.sha256(json.dumps(self.result_fields(), sort_keys=True).encode()).hexdigest()
-        return f"runs/{re.sub('[^A-Za-z0-9_.]+', '-', self.dataset)}-{self.model}-{digest[:8]}"
+        return f"runs/{re.sub('[^A-Za-z0-9_.]+', '-', f'{self.dataset}-{self.model}')}-{digest[:8]}"
 
 
 def resolved(values: dict) -> Config:

@@ -85,7 +85,7 @@ def _wait(processes, wanted) -> int:
             if status:
                 name = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"failed with status {status}"
                 if len(processes) > 1:
-                    print(f"worker {number} {name}; ending the others", file=sys.stderr, flush=True)
+                    _say(f"worker {number} {name}; ending the others")
                 return 128 - status if status < 0 else status
         if None not in statuses:
             return 0
@@ -93,7 +93,7 @@ def _wait(processes, wanted) -> int:
             deadline = time.monotonic() + _GRACE_S
         if deadline and time.monotonic() > deadline:
             still = [number for number, status in enumerate(statuses) if status is None]
-            print(f"workers {still} did not end with the others; ending them", file=sys.stderr, flush=True)
+            _say(f"workers {still} did not end with the others; ending them")
             return 1
         time.sleep(0.05)
 
@@ -117,6 +117,10 @@ def _relay(stream, prefix, wanted):
             sys.stdout.flush()
         except OSError:  # nobody reads us any more: end, and take what still comes, so that no worker waits for us
             wanted.append(signal.SIGPIPE)
+
+
+def _say(text):
+    print(("\r\x1b[K" if sys.stderr.isatty() else "") + text, file=sys.stderr, flush=True)  # in the place of a bar
 
 
 def visible_gpus() -> list[str]:

@@ -14,7 +14,7 @@ from cluster.spec import Member
 TELL_EVERY_S = 5
 AGAIN_S = 0.3  # between two calls
 SURE_AFTER_S = 2  # another program that is still there so much later is no run that was just ending
-TELL_FOR_S = 10  # who cannot start stays so long to tell the workers that are still to come
+TELL_FOR_S = 2  # who cannot start stays so long to tell the workers that are still to come
 REACH_S = 15  # for all to call all others, when all are there
 
 
@@ -181,10 +181,11 @@ class Meeting:
     async def _holder(self):
         """Who listens at the own address."""
         try:
-            await greeting.call(self.me.addresses[self.me.number], self.me.number, self.hello)
+            async with asyncio.timeout(SURE_AFTER_S):
+                await greeting.call(self.me.addresses[self.me.number], self.me.number, self.hello)
         except Stranger as error:
             return str(error)
-        except Unreachable:
+        except (Unreachable, TimeoutError):
             pass
         return ""
 
