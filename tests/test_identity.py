@@ -18,19 +18,23 @@ EVERYWHERE = (*RUNS, "by_hand_4", "dropout_masks", "evaluation")
 SIX = ("six",)
 # What a cluster of W workers runs, in one start.
 LISTS = {1: (*EVERYWHERE, "by_hand_2", *SIX), 2: (*EVERYWHERE, "by_hand_2", *SIX, "equal_in_float64"), 3: SIX, 4: EVERYWHERE}
+# What four workers run without --soak: on two cores they take turns.
+FOUR = ("plain", "mixed_float16_infinity", "keras_callbacks", "by_hand_4", "dropout_masks", "evaluation")
 
 
 @pytest.fixture
-def results(clusters):
-    return lambda workers: clusters.run(workers, LISTS[workers])
+def results(clusters, request):
+    lists = LISTS if request.config.getoption("--soak") else {**LISTS, 4: FOUR}
+    return lambda workers: clusters.run(workers, lists[workers])
 
 
 @pytest.mark.parametrize("case", RUNS)
 def test_two_and_four_workers_train_the_same_weights_as_one(results, case):
-    one, two, four = (results(workers)[0][case] for workers in (1, 2, 4))
-    assert one["sha256"] == two["sha256"] == four["sha256"]
+    one, two, four = (results(workers)[0].get(case) for workers in (1, 2, 4))
+    assert one["sha256"] == two["sha256"]
     np.testing.assert_equal(two, one)  # the history, and the hash after each epoch; NaN is equal to NaN here
-    np.testing.assert_equal(four, one)
+    if four or case in FOUR:
+        np.testing.assert_equal(four, one)
     assert one["steps"] == (33 if case == "keras_callbacks" else 44)
 
 
@@ -42,6 +46,8 @@ def test_two_and_three_workers_train_six_logical_replicas_like_one(results):
 @pytest.mark.parametrize("case", RUNS)
 @pytest.mark.parametrize("workers", [2, 4])
 def test_after_each_epoch_all_workers_hold_the_same_bits(results, workers, case):
+    if case not in results(workers)[0]:
+        pytest.skip("on four workers with --soak")
     epochs = [worker[case]["epochs"] for worker in results(workers)]
     assert all(seen == epochs[0] for seen in epochs)
     assert len(set(epochs[0])) == len(epochs[0]) > 2
