@@ -19,6 +19,9 @@ find_python() {
 install() {
     local requirements=$root/$1 stamp=$venv/.$1.installed sum
     sum=$(cat "$root"/requirements*.txt | cksum)
+    if [[ -n ${PYTHON-} && -x $venv/bin/python && $("$PYTHON" --version 2>&1) != $("$venv/bin/python" --version) ]]; then
+        echo "note: .venv has $("$venv/bin/python" --version); remove .venv to set it up with $PYTHON" >&2
+    fi
     [[ -x $venv/bin/python && -f $stamp && $(<"$stamp") == "$sum" ]] && return
     if [[ ! -x $venv/bin/python ]] || ! fits "$venv/bin/python"; then
         local python

@@ -116,10 +116,14 @@ def _evaluate(arguments):
             base = {
                 name: recorded[name] for name in config.Config.__dataclass_fields__ if name in recorded or name == "dataset"
             }
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise UsageError(f"--run_dir={directory} is no run: {error}; or name a --keras_file") from None
+        except (OSError, ValueError, TypeError, KeyError):
+            raise UsageError(
+                f"--run_dir={directory} holds no run, for there is no config.json; or name a --keras_file"
+            ) from None
         settings, options = command_line.parse([*arguments, f"--run_dir={directory}"], names, base)
         options.extra["keras_file"] = os.path.join(directory, "model.keras")
+        if "://" not in directory and not os.path.exists(options.extra["keras_file"]):
+            raise UsageError(f"--run_dir={directory} holds a run that has not finished: there is no model.keras yet")
 
     def part():
         from app.evaluate import evaluate
@@ -270,7 +274,7 @@ def _on_workers(command, settings, options, part, reads=True):
     if problem and command != "doctor":  # which says it beside the rest
         raise UsageError(problem)
     if workers is None:
-        return _work(command, settings, part, member)
+        return _work(command, settings, part, member, options.recipe)
     if command == "train" and (ended := run_dir.finished(settings)):
         print(ended)
         return 0
@@ -284,7 +288,8 @@ def _on_workers(command, settings, options, part, reads=True):
     flags = [f"--{name}={value}" for name, value in options.extra.items() if value]
     flags += options.own.to_flags() if options.own else []
     startup.pass_on(startup.process_began())
-    return launcher.run([*program, command, *settings.to_flags(), *flags], workers)
+    own = [*program, command, "--flagfile=", *settings.to_flags(), *flags]  # no recipe: it has been read
+    return launcher.run(own, workers)
 
 
 def _settle(settings):
@@ -316,9 +321,11 @@ def _met(command, settings, member):
     return card, instead
 
 
-def _work(command, settings, part, member):
+def _work(command, settings, part, member, recipe):
     """Does this process's part; ends the process."""
     _settle(settings)
+    if recipe and not settings.quiet and (member is None or member.is_chief):
+        print(f"recipe {recipe}", flush=True)
     card, instead = _met(command, settings, member)
     if instead:
         print(instead[1], file=sys.stderr if instead[0] else sys.stdout)

@@ -23,12 +23,17 @@ def run(arguments: list[str]) -> int:
         spreads = repeat.spread(given[-1].partition("=")[2]) if given else {}
     except (OSError, ValueError) as error:
         raise UsageError(f"{given[-1]}: {error}; make one with ./run.sh repeat") from None
+    for name in names:
+        if "://" not in name and not os.path.exists(name):
+            raise UsageError(f"{name} does not exist: compare takes two run directories, or files of fingerprints")
     os.environ.pop("TF_CONFIG", None)  # a replay is this process's alone
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     with quiet.hushed():
         import tensorflow as tf
 
         from app import compare
+
+        tf.get_logger().setLevel("ERROR")  # it finds a strategy used eagerly slow
 
         try:
             run_a, run_b = (compare.read(path) for path in names)
@@ -38,17 +43,28 @@ def run(arguments: list[str]) -> int:
     for name, recorded in (("A", run_a), ("B", run_b)):
         print(f"run {name}: {recorded.name}, {len(recorded.steps)} recorded steps")
     print(finding)
-    for line in _in_spreads(names, spreads):
+    for line in (*_ends(names), *_in_spreads(names, spreads)):
         print(line)
     return 0 if finding.stage is None else 1
 
 
+def _ends(names):
+    """Whether the finished runs ended with the same sha256: what was not recorded is in it too."""
+    a, b = (_summary(name).get("sha256") for name in names)
+    if a and b:
+        yield f"the runs ended with {'the same sha256' if a == b else 'different sha256s'}: {a[:12]} and {b[:12]}"
+
+
+def _summary(name):
+    try:
+        return json.loads(pathlib.Path(name, "summary.json").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
 def _in_spreads(names, spreads):
     """The runs' final numbers, in units of their spread over seeds, as far as the runs have finished."""
-    try:
-        a, b = (json.loads(pathlib.Path(name, "summary.json").read_text()) for name in names)
-    except (OSError, ValueError):
-        return
+    a, b = map(_summary, names)
     for name in spreads:
         if name in a and name in b and (line := repeat.in_spreads(name, a[name], b[name], spreads)):
             yield line

@@ -54,6 +54,7 @@ def evaluate(config: Config, strategy, keras_file: str, confusion: str = "", pre
         raise UsageError(f"--keras_file={keras_file} does not exist")
     with tf.io.gfile.GFile(keras_file, "rb") as file:
         model_sha256 = hashlib.sha256(file.read()).hexdigest()
+    say(f"evaluating {keras_file} on {config.dataset}")
     data = open_data(config, strategy, me, say, model=model_sha256)
     classes = data.manifest.classes
     if data.evaluation is None:

@@ -99,7 +99,7 @@ def _used(final, wanted, bad, say):
             f"{final}: {left_out} bad examples were left out; --on_bad_record=skip --max_bad_records={left_out} allows it"
         )
     without = f", without {left_out} bad ones" if left_out else ""
-    say(f"{final}: prepared before, {manifest.train.examples:,} + {manifest.test.examples:,} examples{without}")
+    say(f"{final}: prepared, {manifest.train.examples:,} + {manifest.test.examples:,} examples{without}")
     return manifest
 
 

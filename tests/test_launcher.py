@@ -212,7 +212,7 @@ def ends_well(tmp_path, workers):
     run = Launched("app", "train", f"--workers={workers}", *flags)
     assert run.end(within=120) == 0, run.lines
     narration = (
-        "prepared before|small_cnn on|global batch|[\\d,]+ |first step|  epoch|epoch \\d| +1/1 |trained|held|saved|next|sha256"
+        "prepared, |small_cnn on|global batch|[\\d,]+ |first step|  epoch|epoch \\d| +1/1 |trained|held|saved|next|sha256"
     )
     expected = rf"recipe |\[0\] (\S+: )?({narration})"
     assert [line for line in run.lines if not re.match(expected, line)] == []

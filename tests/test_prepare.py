@@ -242,7 +242,7 @@ def test_of_two_at_once_the_first_counts_and_both_use_it(tmp_path):
     assert [process.returncode for process in processes] == [0, 0], outputs
     (final,) = (tmp_path / "p").iterdir()
     said = sorted(out.splitlines() for out, _ in outputs)
-    assert sum("prepared before" in line for lines in said for line in lines) == 1
+    assert sum(": prepared, " in line for lines in said for line in lines) == 1
     # Arrays are prepared without starting TensorFlow's runtime, which a worker may not do before its cluster is set up.
     assert {lines[-1] for lines in said} == {f"{manifest.load(str(final)).digest()} False"}
     assert files(final) == files(quiet(SYNTHETIC, tmp_path / "q").directory)
