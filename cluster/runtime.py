@@ -11,8 +11,10 @@ import json
 import os
 import random
 import select
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 
@@ -82,6 +84,8 @@ def run(
       start_timeout_s: how long to wait for the other workers.
       card: a `preflight.Card`, what else all workers must have in common to start.
     """
+    # AutoGraph leaves a file a function, and removes them when the interpreter ends, which it does not do here.
+    tempfile.tempdir = tempfile.mkdtemp(prefix="lockstep-")
     try:
         me = spec.from_environment()
         if me:
@@ -121,6 +125,8 @@ def _facts(identical, intra_op_threads, seed, communication):
 
 
 def _end(status):
+    if tempfile.tempdir and os.path.basename(tempfile.tempdir).startswith("lockstep-"):
+        shutil.rmtree(tempfile.tempdir, ignore_errors=True)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # the interpreter's own ending would wait for TensorFlow's threads
