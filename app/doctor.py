@@ -61,7 +61,8 @@ def _own_modules(settings):
 
 def _prepared(settings, thorough):
     """The manifest, or None if the data is not prepared yet."""
-    if not os.path.exists(settings.prepared_path()):
+    # ImageNet's manifests lie beside one another there, by the folder of raw files: compared when the data is opened.
+    if settings.dataset == "imagenet" or not os.path.exists(settings.prepared_path()):
         return None
     found = manifest.load(settings.prepared_path())
     if thorough:

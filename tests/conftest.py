@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import uuid
@@ -14,6 +15,9 @@ ROOT = pathlib.Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+# Under nohup or in the background of a script they are ignored, and children would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ["LOCKSTEP_TESTS"] = MARK = uuid.uuid4().hex  # every process that a test starts inherits it
 
 
