@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -84,7 +85,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _train(arguments):
-    dry, arguments = "--dry_run" in arguments, [argument for argument in arguments if argument != "--dry_run"]
+    dry = {"--dry_run", "--dry-run", "--dry_run=true"} & set(arguments)
+    arguments = [argument for argument in arguments if argument not in dry]
     settings, options = command_line.parse(arguments)
     if dry:
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # nothing is computed
@@ -346,6 +348,10 @@ def _work(command, settings, part, member, recipe):
             return _told(error, 2)
         except (DataFault, Differs) as error:
             return _told(error, 1)
+        except Exception as error:  # a full disk, whoever met it
+            if not re.search("No space left|Disk quota", str(error)):
+                raise
+            return _told(f"{str(error).splitlines()[0]}: make room, and delete --run_dir={settings.run_dir} to start anew", 1)
         return 0
 
     return runtime.run(
@@ -367,6 +373,10 @@ def _told(error, status):
 
 
 if __name__ == "__main__":
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started us
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        getattr(sys, name).reconfigure(errors="backslashreplace")  # a terminal may not know a name's letters
     try:
         sys.exit(main(sys.argv[1:]))
     except BrokenPipeError:  # as `./run.sh models | head` ends it

@@ -4,9 +4,11 @@ One callback, `Monitor`, reads what the trainer recorded of every step and what 
 a sink does something with `step`, `evaluation` and `epoch` records (dicts of numbers), each of which comes once.
 """
 
+import contextlib
 import csv
 import io
 import json
+import math
 import resource
 import time
 
@@ -76,9 +78,10 @@ class Monitor(keras.callbacks.Callback):
 
     def close(self):
         """Writes out what is left; to be called when training has ended, however it did."""
-        for sink in self._sinks:
-            if hasattr(sink, "close"):
-                sink.close()
+        with contextlib.ExitStack() as stack:  # each of them, also if one cannot
+            for sink in self._sinks:
+                if hasattr(sink, "close"):
+                    stack.callback(sink.close)
 
 
 class MetricsFiles:
@@ -114,7 +117,7 @@ class MetricsFiles:
         self._lines.flush()
 
     def _write(self, event, record):
-        self._lines.write(json.dumps({"event": event, **record}) + "\n")
+        self._lines.write(json.dumps({"event": event, **plain(record)}) + "\n")
         if time.monotonic() - self._flushed > _FLUSH_EVERY_S:
             self._lines.flush()
             self._flushed = time.monotonic()
@@ -173,7 +176,7 @@ class WorkerEvents:
     """
 
     def __init__(self, directory, every=1):
-        self._writer, self._every = EventFileWriter(directory), every
+        self._writer, self._every = EventFileWriter(directory, flush_secs=_FLUSH_EVERY_S), every
         self._gpus = tf.config.list_logical_devices("GPU")
 
     def step(self, record):
@@ -187,6 +190,11 @@ class WorkerEvents:
 
     def close(self):
         self._writer.close()
+
+
+def plain(record: dict) -> dict:
+    """The record with null for what is no finite number, which JSON does not know."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
 def resident_bytes() -> int:

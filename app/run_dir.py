@@ -9,17 +9,21 @@
 The chief writes what is global, each worker its own subdirectory.
 """
 
+import contextlib
+import hashlib
 import json
 import os
 import pathlib
 import re
+import socket
 import subprocess
+import sys
 
 from app import manifest
 from app.config import Config, UsageError
 from cluster import quiet
 
-_BEFORE_CONFIG = r"worker-\d+|config\.json\.tmp"  # what a start leaves that ends before it has written config.json
+_BEFORE_CONFIG = r"worker-\d+|config\.json\.tmp|running"  # what a start leaves that ends before it has written config.json
 
 
 def finished(config: Config) -> str | None:
@@ -48,9 +52,12 @@ def finished(config: Config) -> str | None:
     ]
     if (digest := _data_digest(config)) and digest != recorded.get("data_manifest"):
         other.append(f"the data in {config.prepared_path()} is another")
+    if own := [name for name, digest in own_sources(config).items() if digest != recorded.get("own_sources", {}).get(name)]:
+        other.append(f"{' and '.join(own)} has been edited since")
     if other:
         raise UsageError(f"--run_dir={directory} holds another run: {'; '.join(other)}. Name a new directory, or none")
-    if summary := _read_json(directory, "summary.json"):
+    summary = _read_json(directory, "summary.json") or {}
+    if {"steps", "sha256"} <= summary.keys():
         return (
             f"{directory} holds this run, finished: {summary['steps']} steps, sha256 {summary['sha256']}. "
             "Delete the directory, or name another --run_dir, to train it again"
@@ -62,6 +69,50 @@ def finished(config: Config) -> str | None:
         f"--run_dir={directory} holds this run, unfinished (still running, or ended early). It cannot be resumed yet: delete "
         "the directory, or name another"
     )
+
+
+def own_sources(config: Config) -> dict[str, str]:
+    """The sha256 of the user's own modules, {module: digest}, that --dataset and --model name as package.module:function."""
+    found = {}
+    for name in (config.dataset, config.model):
+        module, colon, function = name.partition(":")
+        if colon and function.isidentifier() and module not in ("keras", "synthetic"):
+            path = os.path.join(*module.split("."))
+            files = (os.path.join(folder, path + end) for folder in (".", *sys.path) for end in (".py", "/__init__.py"))
+            if file := next(filter(os.path.isfile, files), None):
+                found[module] = hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest()
+    return found
+
+
+@contextlib.contextmanager
+def claimed(directory: str):
+    """Within the block, this process alone trains in the directory; a file there says so, if it is on this machine.
+
+    Raises:
+      UsageError: if another process does.
+    """
+    if "://" in directory:
+        yield
+        return
+    path, host = pathlib.Path(directory, "running"), socket.gethostname()
+    try:
+        there, _, pid = path.read_text().rpartition(" ")
+        if there == host and (int(pid) == os.getpid() or not os.path.exists(f"/proc/{pid}")):
+            path.unlink()  # it was ended before it could remove its file
+    except (OSError, ValueError):
+        pass
+    try:
+        with open(path, "x") as file:
+            file.write(f"{host} {os.getpid()}")
+    except FileExistsError:
+        raise UsageError(
+            f"--run_dir={directory} is being trained in, by the host and process in {path}: wait, name another directory, or "
+            "remove that file if it is not true"
+        ) from None
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def write(path: str, text: str):

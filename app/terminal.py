@@ -1,6 +1,7 @@
 """What the chief prints: phases as they begin, a bar on a terminal and plain lines elsewhere, a table of epochs."""
 
 import contextlib
+import math
 import os
 import shutil
 import sys
@@ -35,9 +36,14 @@ class Terminal:
         if not self._silent:
             self._print(text)
 
+    @property
+    def width(self) -> int:
+        """Of the bar, in columns."""
+        return max(0, int(self._relayed or shutil.get_terminal_size().columns) - 1)
+
     def bar(self, text):
         """Replaces the bar; only where there `has_bar`."""
-        text = text[: max(0, int(self._relayed or shutil.get_terminal_size().columns) - 5)]
+        text = text[: self.width]
         sys.stdout.write(f"\r{text}\n" if self._relayed else f"\r\x1b[K{text}")
         sys.stdout.flush()
         self._shown = not self._relayed
@@ -63,11 +69,15 @@ class Progress:
         self._terminal, self._steps_per_epoch, self._epochs = terminal, steps_per_epoch, epochs
         self._total, self._batch = total_steps, global_batch_size
         self._began = self._told = time.monotonic()
+        self._warned = False
         self._seconds = None  # of a step, a moving mean without the first, which traces
         self._header, self._number_width = False, max(7, 2 * len(str(epochs)) + 1)
 
     def step(self, record):
         now, step = time.monotonic(), record["step"]
+        if not (math.isfinite(record["loss"]) or self._warned):
+            self._warned = True
+            self._terminal.result(f"warning: the loss of step {step} is {record['loss']}")
         if step == 1:
             self._terminal.say(f"first step after {now - self._began:.1f} s")
         else:
@@ -84,8 +94,9 @@ class Progress:
             f"{self._batch / self._seconds:,.0f} images/s  {duration((self._total - step) * self._seconds)} left"
         )
         if self._terminal.has_bar:
-            done = round(20 * in_epoch / self._steps_per_epoch)
-            self._terminal.bar(f"[{'=' * done}{'.' * (20 - done)}] {text}")
+            length = min(20, self._terminal.width - len(text) - len("[] "))
+            done = round(length * in_epoch / self._steps_per_epoch)
+            self._terminal.bar(f"[{'=' * done}{'.' * (length - done)}] {text}" if length > 3 else text)
         else:
             self._terminal.say(text)
 

@@ -1,9 +1,11 @@
 """One training run, top to bottom: the same function for every number of workers."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import platform
+import shlex
 import time
 
 import keras
@@ -36,6 +38,13 @@ def train(config: config_module.Config, strategy, callbacks=()) -> dict:
       faults.DataFault: if a record cannot be read; the message names it.
       against.Differs: if the run is not that of --verify_against.
     """
+    run_dir.make(config.run_dir)
+    chief = strategy.extended.should_checkpoint
+    with run_dir.claimed(config.run_dir) if chief else contextlib.nullcontext():
+        return _train(config, strategy, callbacks)
+
+
+def _train(config, strategy, callbacks):
     began = time.monotonic()
     me = spec.from_environment()
     chief, replicas = strategy.extended.should_checkpoint, strategy.num_replicas_in_sync
@@ -87,6 +96,8 @@ def train(config: config_module.Config, strategy, callbacks=()) -> dict:
                 fingerprints=fingerprints,
                 verbose=0,
             ).history
+            # Epochs evaluate the weights as they are; the run ends with their averages as the weights.
+            averaged = model.evaluate(data.evaluation, verbose=0, return_dict=True) if config.ema and data.evaluation else {}
     finally:
         monitor.close()
     seconds = time.monotonic() - started
@@ -96,11 +107,12 @@ def train(config: config_module.Config, strategy, callbacks=()) -> dict:
     found = {"sha256": fingerprint.run_sha256(model, history), "steps": model.step, "replicas": replicas}
     found |= {"fit_seconds": seconds, "seconds": time.monotonic() - began, "parameters": plain.count_params()}
     found |= {name: values[-1] for name, values in history.items()}
+    found |= {f"val_{name}": value for name, value in averaged.items()}
     if data.evaluation:
         found |= {"examples": model.examples_evaluated, "best_epoch": int(np.argmax(history["val_top_1"])) + 1}
         found["best_val_top_1"] = max(history["val_top_1"])
     if chief:
-        run_dir.write(os.path.join(config.run_dir, "summary.json"), json.dumps(found, indent=2) + "\n")
+        run_dir.write(os.path.join(config.run_dir, "summary.json"), json.dumps(monitoring.plain(found), indent=2) + "\n")
     for line in [*summary(config, found), *([recorded.summary()] if recorded else [])]:
         terminal.result(line)
     return {**found, "history": history}
@@ -113,9 +125,11 @@ def summary(config, found: dict):
     if "val_top_1" in found:
         right, of = round(found["val_top_1"] * found["examples"]), found["examples"]
         best = f"best {found['best_val_top_1']:.4f} in epoch {found['best_epoch']}"
-        yield f"held out: {right:,} of {of:,} right, top-1 {found['val_top_1']:.4f} ({best})"
+        by = " by the averaged weights" if config.ema else ""
+        yield f"held out: {right:,} of {of:,} right{by}, top-1 {found['val_top_1']:.4f} ({best})"
     yield f"saved   {config.run_dir}: model.keras, config.json, metrics.jsonl, metrics.csv, summary.json"
-    yield f"next    ./run.sh evaluate --run_dir={config.run_dir}    ./run.sh tensorboard --run_dir={config.run_dir}"
+    flag = shlex.quote(f"--run_dir={config.run_dir}")
+    yield f"next    ./run.sh evaluate {flag}    ./run.sh tensorboard {flag}"
     yield f"sha256  {found['sha256']}  (weights, optimizer, metrics: the same for any number of workers)"
 
 
@@ -218,6 +232,7 @@ def configuration(config, manifest, replicas, me) -> dict:
         "classes": manifest.classes,
         "label_offset": manifest.label_offset,
         "data_manifest": manifest.digest(),
+        "own_sources": run_dir.own_sources(config),
     }
 
 

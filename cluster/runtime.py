@@ -110,6 +110,9 @@ def run(
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         status = 2
+    except BrokenPipeError:  # nobody reads the output any more
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        status = 128 + signal.SIGPIPE
     except BaseException:
         traceback.print_exc()
         status = 1

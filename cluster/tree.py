@@ -6,6 +6,7 @@ lies beyond K. Floating-point addition is not associative, so the tree *is* the 
 gets other last bits. A worker's contiguous block of leaves is a union of such nodes, and only those need to travel.
 """
 
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -56,4 +57,5 @@ def default_logical_replicas(global_batch_size: int, smallest: int = 32) -> int:
 
 def divisors(number: int) -> list[int]:
     """The divisors of `number`, ascending: what may be offered where something must divide it."""
-    return [d for d in range(1, number + 1) if number % d == 0]
+    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*low, *(number // d for d in low)})
