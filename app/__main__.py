@@ -119,9 +119,7 @@ def _evaluate(arguments):
                 name: recorded[name] for name in config.Config.__dataclass_fields__ if name in recorded or name == "dataset"
             }
         except (OSError, ValueError, TypeError, KeyError):
-            raise UsageError(
-                f"--run_dir={directory} holds no run, for there is no config.json; or name a --keras_file"
-            ) from None
+            raise UsageError(f"--run_dir={directory} is no run, for it has no config.json; or name a --keras_file") from None
         settings, options = command_line.parse([*arguments, f"--run_dir={directory}"], names, base)
         options.extra["keras_file"] = os.path.join(directory, "model.keras")
         if "://" not in directory and not os.path.exists(options.extra["keras_file"]):
@@ -326,12 +324,12 @@ def _met(command, settings, member):
 def _work(command, settings, part, member, recipe):
     """Does this process's part; ends the process."""
     _settle(settings)
-    if recipe and not settings.quiet and (member is None or member.is_chief):
-        print(f"recipe {recipe}", flush=True)
     card, instead = _met(command, settings, member)
     if instead:
         print(instead[1], file=sys.stderr if instead[0] else sys.stdout)
         return instead[0]
+    if recipe and not settings.quiet and (member is None or member.is_chief):
+        print(f"recipe {recipe}", flush=True)
     with quiet.hushed(not settings.verbose):
         from app.against import Differs
         from app.faults import DataFault

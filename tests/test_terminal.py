@@ -124,7 +124,7 @@ def test_quiet_has_no_bar_on_a_terminal_either(program, tmp_path):
 
 
 def test_a_terminal_narrower_than_the_margin_shows_an_empty_bar(monkeypatch, capsys):
-    monkeypatch.setenv(BAR, "3")
+    monkeypatch.setenv(BAR, "1")
     Terminal().bar("[==] text")
     assert capsys.readouterr().out == "\r\n"
 
