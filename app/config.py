@@ -187,6 +187,11 @@ def _contradictions(config):
             f"--shards={-(-config.shards // config.logical_replicas) * config.logical_replicas}, or --logical_replicas out of "
             f"{', '.join(map(str, tree.divisors(config.shards)))}"
         )
+    name, colon, _ = config.dataset.partition(":")
+    if colon and name in DATASETS and name != "synthetic":
+        yield f"--dataset={config.dataset}: {name} takes nothing after its name; one of your own is package.module:function"
+    elif colon and name == "synthetic" and not re.fullmatch(r"synthetic:\d+x\d+x\d+:\d+:\d+", config.dataset):
+        yield f"--dataset={config.dataset}: expected synthetic:HxWxC:classes:examples, as synthetic:32x32x3:10:1024"
     if problem := check_name(config.model):
         yield f"--model={config.model}: {problem}"
     if not all(part.isdecimal() for part in config.eval_at_steps.split(",") if config.eval_at_steps):

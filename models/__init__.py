@@ -68,6 +68,14 @@ NAMES = {
     "vgg19": _imagenet("vgg:vgg19", 143_667_240, _VGG),
     "inception3": Network("keras:InceptionV3", (299, 299, 3), 1000, 23_817_352, _INCEPTION),
 }
+_OF_KERAS = """
+ConvNeXtBase ConvNeXtLarge ConvNeXtSmall ConvNeXtTiny ConvNeXtXLarge DenseNet121 DenseNet169 DenseNet201 EfficientNetB0
+EfficientNetB1 EfficientNetB2 EfficientNetB3 EfficientNetB4 EfficientNetB5 EfficientNetB6 EfficientNetB7 EfficientNetV2B0
+EfficientNetV2B1 EfficientNetV2B2 EfficientNetV2B3 EfficientNetV2L EfficientNetV2M EfficientNetV2S InceptionResNetV2 InceptionV3
+MobileNet MobileNetV2 MobileNetV3Large MobileNetV3Small NASNetLarge NASNetMobile ResNet101 ResNet101V2 ResNet152 ResNet152V2
+ResNet50 ResNet50V2 VGG16 VGG19 Xception
+"""
+APPLICATIONS = tuple(_OF_KERAS.split())  # all that keras.applications has (a test compares)
 OTHERS = "keras:NAME of keras.applications, or a function of your own as package.module:function"
 _WORD = r"[^\W\d]\w*"
 _OTHER = re.compile(rf"keras:{_WORD}|{_WORD}(\.{_WORD})*:{_WORD}")
@@ -75,6 +83,10 @@ _OTHER = re.compile(rf"keras:{_WORD}|{_WORD}(\.{_WORD})*:{_WORD}")
 
 def check_name(name: str) -> str | None:
     """What is wrong with the name of a network, in one line; None if nothing is, as far as the name tells."""
+    if name.startswith("keras:") and _OTHER.fullmatch(name) and name.removeprefix("keras:") not in APPLICATIONS:
+        lower = {application.lower(): application for application in APPLICATIONS}
+        near = difflib.get_close_matches(name.removeprefix("keras:").lower(), lower, n=1)
+        return f"network {name!r} is unknown{f'; did you mean keras:{lower[near[0]]}?' if near else ''}"
     if name in NAMES or _OTHER.fullmatch(name):
         return None
     if ":" in name:

@@ -1,7 +1,6 @@
 """Networks that are not ours: those of keras.applications, and functions of the user's, checked before they are used."""
 
 import contextlib
-import difflib
 import importlib
 import inspect
 import os
@@ -17,15 +16,9 @@ def application(name: str, input_shape, classes: int) -> keras.Model:
     Where the class scales its input and lets one choose, it does not: images arrive scaled.
 
     Raises:
-      ValueError: if there is none of that name, or it cannot take such images.
+      ValueError: if it cannot take such images.
     """
-    builders = {key: value for key, value in vars(keras.applications).items() if callable(value)}
-    wanted = name.removeprefix("keras:")
-    if wanted not in builders:
-        near = difflib.get_close_matches(wanted.lower(), {key.lower(): key for key in builders}, n=1)
-        near = [key for key in builders if key.lower() in near]
-        raise ValueError(f"network {name!r} is unknown{f'; did you mean keras:{near[0]}?' if near else ''}")
-    builder = builders[wanted]
+    builder = getattr(keras.applications, name.removeprefix("keras:"))
     scaling = {"include_preprocessing": False} if "include_preprocessing" in inspect.signature(builder).parameters else {}
     with one_line(name):
         return _with_float32_logits(

@@ -400,3 +400,9 @@ def other_input(input_shape, classes):
 def fails(input_shape, classes):
     raise RuntimeError("my own mistake")
 """
+
+
+def test_the_table_of_applications_is_that_of_keras(tensorflow):
+    import keras
+
+    assert sorted(models.APPLICATIONS) == sorted(name for name in dir(keras.applications) if name[0].isupper())
