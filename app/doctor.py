@@ -31,7 +31,10 @@ def card(settings: Config, member=None, thorough: bool = False) -> preflight.Car
     """
     made = preflight.Card()
     files = [file for folder in ("app", "models") for file in (ROOT / folder).rglob("*.py")]
-    source = {"revision": run_dir.source_revision(), **preflight.source([*sorted(files), *_own_modules(settings)], ROOT)}
+    source = {
+        "revision": run_dir.source_revision(),
+        **preflight.source([*sorted(files), *run_dir.own_modules(settings).values()], ROOT),
+    }
     try:
         digest = (data := _prepared(settings, thorough)) and data.digest()
     except manifest.ManifestError as error:
@@ -46,17 +49,6 @@ def card(settings: Config, member=None, thorough: bool = False) -> preflight.Car
         for examine in (_packages, _devices, _memory, _disk, _ports):
             examine(settings, made)
     return made
-
-
-def _own_modules(settings):
-    """The files of a data set and a network of the user's, named as package.module:function."""
-    for name in (settings.dataset, settings.model):
-        module, colon, function = name.partition(":")
-        if colon and function.isidentifier() and module not in ("keras", "synthetic"):
-            path = os.path.join(*module.split("."))
-            files = (os.path.join(folder or ".", path + end) for folder in sys.path for end in (".py", "/__init__.py"))
-            if file := next(filter(os.path.isfile, files), None):
-                yield file
 
 
 def _prepared(settings, thorough):

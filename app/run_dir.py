@@ -71,17 +71,22 @@ def finished(config: Config) -> str | None:
     )
 
 
-def own_sources(config: Config) -> dict[str, str]:
-    """The sha256 of the user's own modules, {module: digest}, that --dataset and --model name as package.module:function."""
+def own_modules(config: Config) -> dict[str, str]:
+    """{module: its file} of the user's own that --dataset and --model name as package.module:function."""
     found = {}
     for name in (config.dataset, config.model):
         module, colon, function = name.partition(":")
         if colon and function.isidentifier() and module not in ("keras", "synthetic"):
             path = os.path.join(*module.split("."))
-            files = (os.path.join(folder, path + end) for folder in (".", *sys.path) for end in (".py", "/__init__.py"))
+            files = (os.path.join(folder or ".", path + end) for folder in (".", *sys.path) for end in (".py", "/__init__.py"))
             if file := next(filter(os.path.isfile, files), None):
-                found[module] = hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest()
+                found[module] = file
     return found
+
+
+def own_sources(config: Config) -> dict[str, str]:
+    """{module: sha256 of its file} of `own_modules`."""
+    return {m: hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest() for m, file in own_modules(config).items()}
 
 
 @contextlib.contextmanager

@@ -13,13 +13,11 @@ import pathlib
 import statistics
 import sys
 import tempfile
-import time
 
 from benchmarks import work
 from cluster import launcher
 
 FORMS = ("ordered", "ring")
-_LARGEST = 2_359_296  # elements of the largest tensor of a ResNet-50
 
 
 def main() -> int:
@@ -93,45 +91,13 @@ def as_worker(options):
 
 
 def measure(options, strategy):
-    import numpy as np
-    import tensorflow as tf
+    from cluster import allreduce
 
-    from cluster.reduction import Reduction, replica_id
-
-    forms, sizes = options.forms.split(","), [float(size) for size in options.megabytes.split(",")]
-    reductions = {
-        form: Reduction(strategy, strategy.num_replicas_in_sync, form == "ordered", options.communication) for form in forms
-    }
-    rng = np.random.default_rng(strategy.cluster_resolver.task_id)
-
-    def tensors(megabytes):
-        left, made = round(megabytes * 1e6 / 4), []
-        while left:
-            made.append(tf.constant(rng.standard_normal(min(left, _LARGEST), dtype=np.float32)))
-            left -= len(made[-1])
-        return made
-
-    def reducer(form, spec):
-        def on_replica(values):
-            return reductions[form](replica_id(), [values])
-
-        function = tf.function(lambda values: strategy.run(on_replica, args=(values,)), autograph=False)
-        return function.get_concrete_function(spec)
-
-    seconds, before = {}, work.peak_memory_bytes()
-    for size in sizes:
-        values = tensors(size)
-        spec = [tf.TensorSpec(value.shape, value.dtype) for value in values]
-        functions = {form: reducer(form, spec) for form in forms}
-        for turn in range(3 + options.rounds):
-            for form in forms if turn % 2 else forms[::-1]:
-                start = time.perf_counter()
-                reduced = functions[form](*values)
-                reduced[-1].numpy()
-                del reduced
-                seconds.setdefault(f"{form} {size}", []).append(time.perf_counter() - start)
-    found = {"seconds": {key: times[3:] for key, times in seconds.items()}}
-    found |= {"memory_before": before, "peak_memory": work.peak_memory_bytes()}
+    forms, sizes = tuple(options.forms.split(",")), [float(size) for size in options.megabytes.split(",")]
+    before = work.peak_memory_bytes()
+    swept = allreduce.sweep(strategy, [round(m * 1e6) for m in sizes], lambda _: options.rounds, forms, options.communication)
+    seconds = {f"{form} {size}": swept[round(size * 1e6)][form] for size in sizes for form in forms}
+    found = {"seconds": seconds, "memory_before": before, "peak_memory": work.peak_memory_bytes()}
     pathlib.Path(f"{options.child}{strategy.cluster_resolver.task_id}").write_text(json.dumps(found))
 
 
