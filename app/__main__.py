@@ -294,7 +294,7 @@ def _on_workers(command, settings, options, part, reads=True):
 
 def _settle(settings):
     """What has to be in the environment before TensorFlow is imported."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if settings.verbose else "2")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if settings.verbose else "3")
     sys.path.append(os.getcwd())  # for the user's own package.module:function; last, so that it hides nothing of ours
 
 
@@ -333,7 +333,7 @@ def _work(command, settings, part, member, recipe):
     with quiet.hushed(not settings.verbose):
         from app.against import Differs
         from app.faults import DataFault
-        from cluster import runtime
+        from cluster import runtime, wishes
 
         work = part()
     startup.mark("imports")
@@ -344,8 +344,10 @@ def _work(command, settings, part, member, recipe):
             work(strategy)
         except UsageError as error:
             return _told(error, 2)
-        except (DataFault, Differs) as error:
+        except (DataFault, Differs, wishes.NonFinite) as error:
             return _told(error, 1)
+        except wishes.Stopped:
+            return wishes.RESUMABLE
         except Exception as error:  # a full disk, whoever met it
             if not re.search("No space left|Disk quota", str(error)):
                 raise
@@ -361,6 +363,7 @@ def _work(command, settings, part, member, recipe):
         settings.verbose,
         start_timeout_s=settings.start_timeout_s,
         card=card,
+        step_timeout_s=settings.step_timeout_s,
     )
 
 

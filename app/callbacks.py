@@ -1,10 +1,13 @@
 """Keras callbacks of a run: evaluation at chosen steps, a profiler's trace of some steps."""
 
+import math
 import os
 import time
 
 import keras
 import tensorflow as tf
+
+from cluster import wishes
 
 
 class EvaluateAt(keras.callbacks.Callback):
@@ -33,7 +36,7 @@ class EvaluateAt(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         self._done = self.model.step
-        if self._at_start and self._data is not None:
+        if self._at_start and self._data is not None and not self._done:  # a resumed run has done it
             self._evaluate()
 
     def on_train_batch_end(self, batch, logs=None):
@@ -49,6 +52,37 @@ class EvaluateAt(keras.callbacks.Callback):
         numbers = "  ".join(f"{name} {value:.4f}" for name, value in logs.items())
         self._tell(logs, self._done, time.monotonic() - began)
         self._say(f"step {self._done}  held out: {numbers}  [{self.model.examples_evaluated} examples]")
+
+
+class Skipped(keras.callbacks.Callback):
+    """Counts the steps that a loss scale skips because their gradient is not finite, and ends `fit` when it does not recover.
+
+    Args:
+      limit: raise wishes.NonFinite at so many in a row.
+
+    Attributes:
+      total: so many were skipped.
+    """
+
+    def __init__(self, limit):
+        super().__init__()
+        self._limit, self.total, self._in_a_row = limit, 0, 0
+
+    def get_state(self):
+        return {"total": self.total, "in_a_row": self._in_a_row}
+
+    def set_state(self, state):
+        self.total, self._in_a_row = state["total"], state["in_a_row"]
+
+    def on_train_batch_end(self, batch, logs=None):
+        for record in self.model.records():
+            skipped = not math.isfinite(record["gradient_norm"])  # without a loss scale the step has raised
+            self.total, self._in_a_row = self.total + skipped, self._in_a_row + 1 if skipped else 0
+            if self._in_a_row >= self._limit:
+                raise wishes.NonFinite(
+                    f"step {self.model.step}: the loss scale has skipped {self._in_a_row} steps in a row, for their gradients "
+                    "are not finite at any scale"
+                )
 
 
 class Profile(keras.callbacks.Callback):

@@ -96,6 +96,23 @@ class Config:
     steps_per_execution: int = _field(1, "Execution", "steps in one call; callbacks see every so many", least=1, result=False)
     communication: str = _field("auto", "Execution", "hint for collectives; changes no bit", COMMUNICATIONS, result=False)
     start_timeout_s: int = _field(60, "Execution", "how long the workers wait for one another", least=1, result=False)
+    checkpoint_every_steps: int = _field(
+        0, "Checkpoints", "save every so many steps, besides each epoch's end; 0: by time alone", least=0, result=False
+    )
+    checkpoint_every_min: float = _field(10.0, "Checkpoints", "save every so many minutes; 0: not by time", result=False)
+    keep_checkpoints: int = _field(
+        2, "Checkpoints", "keep so many of the last, and the best by held-out top-1; 0: write none", least=0, result=False
+    )
+    max_skipped_steps: int = _field(
+        50, "Checkpoints", "stop when a loss scale has skipped so many steps in a row", least=1, result=False
+    )
+    step_timeout_s: int = _field(
+        600,
+        "Execution",
+        "end when a worker gives no sign of life for so long, in a step, tracing, evaluation",
+        least=1,
+        result=False,
+    )
     run_dir: str = _field("", "Output", "where the run is written; default: runs/ and a name of its own", result=False)
     tensorboard: bool = _field(True, "Output", "write events for TensorBoard", result=False)
     log_every_steps: int = _field(1, "Output", "steps between two lines of metrics.jsonl and points", least=1, result=False)

@@ -65,8 +65,8 @@ def prepare(config: Config, say=print, limit=None) -> Manifest:
         raise UsageError(str(error)) from None
 
 
-def load(config: Config, say=print) -> Data:
-    """Opens the data of a run; see `prepare`."""
+def load(config: Config, say=print, first_step=0) -> Data:
+    """Opens the data of a run, to begin with the batch after `first_step` steps; see `prepare`."""
     manifest = prepare(config, say, BY_ITSELF)
     treatment = preprocessing.make(
         manifest.preprocessing, manifest.image_shape, manifest.mean or None, manifest.std or None, config.image_size
@@ -75,7 +75,7 @@ def load(config: Config, say=print) -> Data:
     one_hot = len(manifest.classes) if config.label_smoothing else 0
     try:
         training = TrainingStreams(
-            manifest, treatment, replicas, batch, config.seed, shuffle_buffer=config.shuffle_buffer, one_hot=one_hot
+            manifest, treatment, replicas, batch, config.seed, first_step, config.shuffle_buffer, one_hot
         )
     except ShardsError as error:
         raise UsageError(str(error)) from None

@@ -35,11 +35,25 @@ class Monitor(keras.callbacks.Callback):
         self._sinks, self._batch = sinks, global_batch_size
 
     def on_train_begin(self, logs=None):
-        self._mark = self._evaluated_at = None
+        self._mark = self._evaluated_at = self._before = None
+        self._epoch = self._began = self._first = self._stepping = 0
+
+    def get_state(self):
+        """For a checkpoint: what of the running epoch is not in the files."""
+        seconds = time.monotonic() - self._began
+        epoch = {"epoch": self._epoch, "first": self._first, "seconds": seconds, "stepping": self._stepping}
+        return {"evaluated_at": self._evaluated_at, **epoch}
+
+    def set_state(self, state):
+        """Goes on from another process's `get_state`, in the same epoch."""
+        self._evaluated_at, self._before = state["evaluated_at"], state
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch, self._began = epoch + 1, time.monotonic()
         self._first, self._mark, self._stepping = self.model.step, None, 0.0
+        if self._before and self._before["epoch"] == self._epoch:
+            self._first, self._stepping = self._before["first"], self._before["stepping"]
+            self._began -= self._before["seconds"]
 
     def on_train_batch_begin(self, batch, logs=None):
         self._mark = self._mark or time.monotonic()  # where the one before ended: what lies between belongs to the step
@@ -76,6 +90,12 @@ class Monitor(keras.callbacks.Callback):
             if hasattr(sink, kind):
                 getattr(sink, kind)(record)
 
+    def flush(self):
+        """Writes out what sinks hold back."""
+        for sink in self._sinks:
+            if hasattr(sink, "flush"):
+                sink.flush()
+
     def close(self):
         """Writes out what is left; to be called when training has ended, however it did."""
         with contextlib.ExitStack() as stack:  # each of them, also if one cannot
@@ -90,12 +110,20 @@ class MetricsFiles:
     Args:
       directory: of the run.
       every: so many steps, a step's line; the first step has one in any case, which shows that a run has begun.
+      lines: go on with files of so many lines, {name: number}; none: begin anew.
+
+    Attributes:
+      lines: how many each has.
     """
 
-    def __init__(self, directory, every=1):
-        self._lines, self._every, self._flushed = tf.io.gfile.GFile(f"{directory}/metrics.jsonl", "w"), every, 0
-        self._table = tf.io.gfile.GFile(f"{directory}/metrics.csv", "w")
+    def __init__(self, directory, every=1, lines=None):
+        self._every, self._flushed, mode = every, 0, "a" if lines else "w"
+        self.lines = dict.fromkeys(("metrics.jsonl", "metrics.csv"), 0) | (lines or {})
         self._columns = None
+        if self.lines["metrics.csv"]:
+            self._columns = next(csv.reader(tf.io.gfile.GFile(f"{directory}/metrics.csv")), None)
+        self._lines = tf.io.gfile.GFile(f"{directory}/metrics.jsonl", mode)
+        self._table = tf.io.gfile.GFile(f"{directory}/metrics.csv", mode)
 
     def step(self, record):
         if _due(record, self._every):
@@ -113,10 +141,15 @@ class MetricsFiles:
             writer.writeheader()
         writer.writerow(record)
         self._table.write(text.getvalue())
+        self.lines["metrics.csv"] += text.getvalue().count("\n")
+        self.flush()
+
+    def flush(self):
         self._table.flush()
         self._lines.flush()
 
     def _write(self, event, record):
+        self.lines["metrics.jsonl"] += 1
         self._lines.write(json.dumps({"event": event, **plain(record)}) + "\n")
         if time.monotonic() - self._flushed > _FLUSH_EVERY_S:
             self._lines.flush()
@@ -159,6 +192,9 @@ class TrainEvents:
         held_out = {f"epoch_{n.removeprefix('val_')}": value for n, value in metrics.items() if n.startswith("val_")}
         _points(self._train, record["epoch"], trained | {"epoch_images_per_sec": record["images_per_sec"]})
         _points(self._validation, record["epoch"], held_out)
+        self.flush()
+
+    def flush(self):
         self._train.flush()
         self._validation.flush()
 
@@ -187,6 +223,9 @@ class WorkerEvents:
                 peak = sum(tf.config.experimental.get_memory_info(d.name.partition("device:")[2])["peak"] for d in self._gpus)
                 points["worker/gpu_memory_peak_mb"] = peak / 2**20
             _points(self._writer, record["step"], points)
+
+    def flush(self):
+        self._writer.flush()
 
     def close(self):
         self._writer.close()

@@ -32,7 +32,7 @@ def finished(config: Config) -> str | None:
     Needs no TensorFlow for a directory on this machine.
 
     Raises:
-      UsageError: if the directory holds something else, another run, or this one unfinished; or if it cannot be written.
+      UsageError: if the directory holds something else, or another run; or if it cannot be written.
     """
     if "://" in config.run_dir:
         _import_tensorflow(config.verbose)
@@ -62,13 +62,8 @@ def finished(config: Config) -> str | None:
             f"{directory} holds this run, finished: {summary['steps']} steps, sha256 {summary['sha256']}. "
             "Delete the directory, or name another --run_dir, to train it again"
         )
-    if "metrics.jsonl" not in files or not _read(directory, "metrics.jsonl"):
-        _check_writable(directory)
-        return None  # ended before its first step
-    raise UsageError(
-        f"--run_dir={directory} holds this run, unfinished (still running, or ended early). It cannot be resumed yet: delete "
-        "the directory, or name another"
-    )
+    _check_writable(directory)
+    return None  # it goes on from its last checkpoint, or begins anew
 
 
 def own_modules(config: Config) -> dict[str, str]:
@@ -127,6 +122,14 @@ def write(path: str, text: str):
     with tf.io.gfile.GFile(path + ".tmp", "w") as file:
         file.write(text)
     tf.io.gfile.rename(path + ".tmp", path, overwrite=True)
+
+
+def write_config(directory: str, record: dict, first_step: int):
+    """Writes config.json: the record, and what each start of the run ran with."""
+    before = (_read_json(directory, "config.json") or {}).get("starts", []) if first_step else []
+    names = ("replicas", "cluster", "devices", "source_revision", "versions")
+    start = {"after_step": first_step, **{name: record[name] for name in names}}
+    write(os.path.join(directory, "config.json"), json.dumps({**record, "starts": [*before, start]}, indent=2) + "\n")
 
 
 def make(directory: str, flag: str = "run_dir"):

@@ -69,7 +69,7 @@ class Progress:
         self._terminal, self._steps_per_epoch, self._epochs = terminal, steps_per_epoch, epochs
         self._total, self._batch = total_steps, global_batch_size
         self._began = self._told = time.monotonic()
-        self._warned = False
+        self._first, self._warned = True, False
         self._seconds = None  # of a step, a moving mean without the first, which traces
         self._header, self._number_width = False, max(7, 2 * len(str(epochs)) + 1)
 
@@ -78,7 +78,8 @@ class Progress:
         if not (math.isfinite(record["loss"]) or self._warned):
             self._warned = True
             self._terminal.result(f"warning: the loss of step {step} is {record['loss']}")
-        if step == 1:
+        if self._first:
+            self._first = False
             self._terminal.say(f"first step after {now - self._began:.1f} s")
         else:
             self._seconds = (

@@ -13,15 +13,17 @@ import numpy as np
 import tensorflow as tf
 
 import app
-from app import against, faults, monitoring, optimizers, run_dir, schedules
+from app import against, checkpoints, faults, monitoring, optimizers, run_dir, schedules, seam
 from app import config as config_module
 from app import data as data_module
-from app.callbacks import EvaluateAt, Profile
+from app.callbacks import EvaluateAt, Profile, Skipped
 from app.randomness import Keyed
 from app.terminal import Progress, Terminal, logged
-from cluster import Trainer, fingerprint, spec
-from cluster.agreement import agree
+from cluster import Trainer, checkpoint, fingerprint, lifeline, spec, wishes
+from cluster.agreement import agree, bytes_from_chief, from_chief
 from models import build
+
+FINGERPRINTS = "fingerprints.jsonl"
 
 
 def train(config: config_module.Config, strategy, callbacks=()) -> dict:
@@ -37,6 +39,7 @@ def train(config: config_module.Config, strategy, callbacks=()) -> dict:
       UsageError: for mistakes that show only here: the number of GPUs does not fit K, raw data that cannot be used.
       faults.DataFault: if a record cannot be read; the message names it.
       against.Differs: if the run is not that of --verify_against.
+      wishes.Stopped: when a worker wished to stop, after a checkpoint; wishes.NonFinite: if loss or gradient is not finite.
     """
     run_dir.make(config.run_dir)
     chief = strategy.extended.should_checkpoint
@@ -49,7 +52,9 @@ def _train(config, strategy, callbacks):
     me = spec.from_environment()
     chief, replicas = strategy.extended.should_checkpoint, strategy.num_replicas_in_sync
     terminal = Terminal(silent=not chief, quiet=config.quiet)
-    data = open_data(config, strategy, me, terminal.say)
+    content = checkpoints.latest(config, terminal.result) if chief else None
+    first_step = from_chief(me, checkpoint.from_bytes(content).step if content else 0)
+    data = open_data(config, strategy, me, terminal.say, first_step)
     recorded = against.opened(config)
     own = os.path.join(config.run_dir, f"worker-{me.number if me else 0}")
     run_dir.make(own)
@@ -60,57 +65,88 @@ def _train(config, strategy, callbacks):
         terminal.say(line)
 
     plain, model = assemble(config, data, strategy, total_steps)
+    content = bytes_from_chief(me, content)
+    resume = checkpoint.from_bytes(content) if content else None
     record = configuration(config, data.manifest, replicas, me)
+    if resume:
+        terminal.say(f"resuming at step {resume.step:,} of {total_steps:,}, from the checkpoint in {config.run_dir}")
+        seam.cut(config, resume, chief, me.number if me else 0, me.workers if me else 1)
+        agree(me, {"cut": True})  # nobody adds to a file before it is cut
     if chief:
-        run_dir.write(os.path.join(config.run_dir, "config.json"), json.dumps(record, indent=2) + "\n")
+        run_dir.write_config(config.run_dir, record, first_step)
     terminal.say(f"{plain.count_params():,} parameters; tracing the first step")
 
+    lines = resume.facts["lines"] if resume else {}
     sinks = [Progress(terminal, steps_per_epoch, epochs, total_steps, config.global_batch_size)]
-    if chief:
-        sinks.append(monitoring.MetricsFiles(config.run_dir, config.log_every_steps))
+    files = monitoring.MetricsFiles(config.run_dir, config.log_every_steps, lines) if chief else None
+    sinks += [files] if files else []
     if config.tensorboard:
         sinks.append(monitoring.WorkerEvents(own, config.log_every_steps))
         if chief:
             text = {"configuration": "\n".join(f"    {line}" for line in json.dumps(record, indent=2).splitlines())}
-            sinks.append(monitoring.TrainEvents(config.run_dir, config.log_every_steps, text))
+            sinks.append(monitoring.TrainEvents(config.run_dir, config.log_every_steps, {} if resume else text))
     monitor = monitoring.Monitor(sinks, config.global_batch_size)
     started = time.monotonic()
     steps = [int(step) for step in config.eval_at_steps.split(",") if step]
     fingerprints, every = None, recorded.every if recorded else config.fingerprint_every
     if every:
-        fingerprints = fingerprint.Recorder(os.path.join(config.run_dir, "fingerprints.jsonl"), every, recorded)
+        path = os.path.join(config.run_dir, FINGERPRINTS)
+        fingerprints = fingerprint.Recorder(path, every, recorded, lines.get(FINGERPRINTS, 0))
     at_steps = EvaluateAt(
         data.evaluation, config.eval_every_steps, steps, config.eval_at_start, terminal.say, monitor.evaluated
     )
     profile = [Profile(config.profiled, own, terminal.say)] if config.profiled else []
-    callbacks = [Keyed(), monitor, at_steps, *profile, *callbacks]
+    history, skipped = keras.callbacks.History(), Skipped(config.max_skipped_steps)
+    remembering = [history, Keyed(), monitor, at_steps, skipped, *callbacks]
+    saving = checkpoints.Checkpoints(
+        config,
+        me,
+        remembering,
+        steps_per_epoch,
+        total_steps,
+        monitor.flush,
+        lambda: {**files.lines, **({FINGERPRINTS: fingerprints.lines} if fingerprints else {})},
+        resume,
+        terminal.result,
+    )
+    lifeline.stacks = os.path.join(own, "log.txt") if "://" not in own else None
     try:
-        with logged(os.path.join(own, "log.txt")), faults.named(data, me):
-            history = model.fit(
+        with logged(os.path.join(own, "log.txt")), faults.named(data, me), wishes.attended():
+            model.fit(
                 data.training,
                 steps_per_epoch=steps_per_epoch,
                 epochs=epochs,
                 total_steps=total_steps,
                 validation_data=data.evaluation,
-                callbacks=callbacks,
+                callbacks=[*remembering, *profile, saving],
                 fingerprints=fingerprints,
+                resume=resume,
                 verbose=0,
-            ).history
+            )
             # Epochs evaluate the weights as they are; the run ends with their averages as the weights.
             averaged = model.evaluate(data.evaluation, verbose=0, return_dict=True) if config.ema and data.evaluation else {}
+    except wishes.Stopped:
+        terminal.result(saving.stop())
+        raise
+    except wishes.NonFinite as error:
+        raise wishes.NonFinite(
+            f"{error}; the last checkpoint is kept, but the same command {saving.last()} to the same step"
+        ) from None
     finally:
         monitor.close()
     seconds = time.monotonic() - started
 
     path = os.path.join(config.run_dir, "model.keras")
     model.save(path)
-    found = {"sha256": fingerprint.run_sha256(model, history), "steps": model.step, "replicas": replicas}
-    found |= {"fit_seconds": seconds, "seconds": time.monotonic() - began, "parameters": plain.count_params()}
+    history = history.history
+    found = {"sha256": fingerprint.run_sha256(model, history), "steps": model.step, "first_step": first_step + 1}
+    found |= {"replicas": replicas, "fit_seconds": seconds, "seconds": time.monotonic() - began}
+    found |= {"parameters": plain.count_params(), "skipped_steps": skipped.total}
     found |= {name: values[-1] for name, values in history.items()}
     found |= {f"val_{name}": value for name, value in averaged.items()}
     if data.evaluation:
-        found |= {"examples": model.examples_evaluated, "best_epoch": int(np.argmax(history["val_top_1"])) + 1}
-        found["best_val_top_1"] = max(history["val_top_1"])
+        found |= {"best_epoch": int(np.argmax(history["val_top_1"])) + 1, "best_val_top_1": max(history["val_top_1"])}
+        found["examples"] = data.manifest.test.examples - len(data.manifest.test.bad)
     if chief:
         run_dir.write(os.path.join(config.run_dir, "summary.json"), json.dumps(monitoring.plain(found), indent=2) + "\n")
     for line in [*summary(config, found), *([recorded.summary()] if recorded else [])]:
@@ -121,7 +157,10 @@ def _train(config, strategy, callbacks):
 def summary(config, found: dict):
     """The lines at a run's end, from what summary.json holds."""
     workers = f"{found['replicas']} {'worker' if found['replicas'] == 1 else 'workers'}"
-    yield f"trained {found['steps']} steps in {found['fit_seconds']:.1f} s on {workers}"
+    steps = f"{found['steps']} steps" if found["first_step"] == 1 else f"steps {found['first_step']} to {found['steps']}"
+    yield f"trained {steps} in {found['fit_seconds']:.1f} s on {workers}"
+    if found["skipped_steps"]:
+        yield f"skipped {found['skipped_steps']} of them: the loss scale was too large for their gradients"
     if "val_top_1" in found:
         right, of = round(found["val_top_1"] * found["examples"]), found["examples"]
         best = f"best {found['best_val_top_1']:.4f} in epoch {found['best_epoch']}"
@@ -133,8 +172,10 @@ def summary(config, found: dict):
     yield f"sha256  {found['sha256']}  (weights, optimizer, metrics: the same for any number of workers)"
 
 
-def open_data(config, strategy, me, say, **facts) -> data_module.Data:
+def open_data(config, strategy, me, say, first_step=0, **facts) -> data_module.Data:
     """The data of a run, checked; and the workers' agreement on it, on the configuration, and on further `facts`.
+
+    Training begins with the batch after `first_step` steps.
 
     Raises:
       UsageError, faults.DataFault, cluster.spec.ClusterError: each in one line.
@@ -143,7 +184,7 @@ def open_data(config, strategy, me, say, **facts) -> data_module.Data:
     what = "{} replicas (workers times the GPUs of each)"
     if problem := config_module.batch_problem(config.global_batch_size, config.logical_replicas, replicas, what):
         raise config_module.UsageError(problem)
-    data = data_module.load(config, say)
+    data = data_module.load(config, say, first_step)
     agree(me, {**config.shared_fields(), "data manifest": data.manifest.digest(), **facts})
     return data
 

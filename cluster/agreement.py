@@ -4,6 +4,7 @@ import itertools
 import json
 import time
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context
 
@@ -11,6 +12,13 @@ from cluster.spec import ClusterError, Member
 
 _ASK_EVERY_MS = 1000  # a question holds Python's lock until it is answered, so it is asked again and again
 _questions = itertools.count()
+_PIECE = 32 << 20  # bytes in one broadcast
+_BROADCAST_GROUP = 999_999  # see cluster/reduction.py for group keys
+_broadcasts = itertools.count()
+
+
+class Lost(ClusterError):
+    """The coordination service says that the cluster has come apart."""
 
 
 def agree(me: Member | None, facts: dict[str, object], timeout_s: float = 600) -> None:
@@ -63,6 +71,47 @@ def gather(me: Member | None, fact: object, timeout_s: float = 600) -> list | No
     return [json.loads(text) for text in told]
 
 
+def from_chief(me: Member | None, value: object, timeout_s: float = 600) -> object:
+    """The chief's JSON value, on every worker; what the others give is not looked at. Every worker calls it.
+
+    Args:
+      me, timeout_s: as for `agree`.
+    Raises:
+      ClusterError: if the chief is silent or lost.
+    """
+    if me is None or me.workers == 1:
+        return value
+    question = next(_questions)
+    if me.is_chief:
+        _tell(f"from_chief/{question}", json.dumps(value))
+        return value
+    return json.loads(_ask(f"from_chief/{question}", "the chief", timeout_s))
+
+
+def bytes_from_chief(me: Member | None, content: bytes | None) -> bytes | None:
+    """The chief's bytes, of any length, on every worker; None if it has none. Every worker calls it.
+
+    They go by the collective broadcast of TensorFlow, one device a worker, in pieces: the key-value store is for small values.
+    """
+    if me is None or me.workers == 1:
+        return content
+    size = from_chief(me, None if content is None else len(content))
+    if size is None:
+        return None
+    pieces = []
+    with tf.device("CPU:0"):
+        for start in range(0, size, _PIECE):
+            length = min(_PIECE, size - start)
+            keys = {"group_size": me.workers, "group_key": _BROADCAST_GROUP, "instance_key": next(_broadcasts)}
+            if me.is_chief:
+                piece = np.frombuffer(content[start : start + length].ljust(-(-length // 4) * 4, b"\0"), np.int32)
+                tf.raw_ops.CollectiveBcastSendV2(input=tf.constant(piece), **keys)
+            else:
+                piece = tf.raw_ops.CollectiveBcastRecvV2(T=tf.int32, shape=[-(-length // 4)], **keys).numpy()
+                pieces.append(piece.tobytes()[:length])
+    return content if me.is_chief else b"".join(pieces)
+
+
 def leave_together(me: Member | None, timeout_s: float = 86400) -> None:
     """Nobody leaves before all have finished, and the chief, which holds the service, leaves last. Every worker calls it last.
 
@@ -100,4 +149,4 @@ def _ask(key, whom, timeout_s):
             if time.monotonic() > deadline:
                 raise ClusterError(f"no word from {whom} for {timeout_s:.0f} s ({key})") from None
         except tf.errors.OpError as error:
-            raise ClusterError(f"lost the cluster while waiting for {whom}: {error.message.splitlines()[0]}") from None
+            raise Lost(f"lost the cluster while waiting for {whom}: {error.message.splitlines()[0]}") from None

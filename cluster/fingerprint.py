@@ -65,12 +65,16 @@ class Recorder:
       path: of the file, which the chief writes anew; None: no file.
       every: record the first step, and every so many.
       listen: called on every worker with each line, a dict, when it is written; an exception from it ends `fit`.
+      lines: go on with the file, which has so many lines; 0: begin anew.
+
+    Attributes:
+      lines: how many the file has.
     """
 
-    def __init__(self, path, every=1, listen=None):
+    def __init__(self, path, every=1, listen=None, lines=0):
         if every < 1:
             raise ValueError(f"every={every}: record every so many steps, at least 1")
-        self.every, self._path, self._listen = every, path, listen
+        self.every, self._path, self._listen, self.lines = every, path, listen, lines
 
     def due(self, step: int) -> bool:
         """Whether step number `step`, from 1, is to be recorded."""
@@ -79,8 +83,8 @@ class Recorder:
     def begin(self, trainer):
         """Writes what precedes the first step."""
         chief = trainer.distribute_strategy.extended.should_checkpoint
-        self._file = tf.io.gfile.GFile(self._path, "w") if self._path and chief else None
-        self._first, variables = trainer.step + 1, trainer._step.variables
+        self._file = tf.io.gfile.GFile(self._path, "a" if self.lines else "w") if self._path and chief else None
+        self._first, variables = None if self.lines else trainer.step + 1, trainer._step.variables
         header = {
             "format": FORMAT,
             "made_by": "cluster.Trainer",
@@ -95,8 +99,9 @@ class Recorder:
             "metrics": described(trainer.metrics_variables),
         }
         self._sizes = [math.prod(shape) for _, shape, _ in header["metrics"]]
-        self._write(header)
-        self._write({"step": trainer.step, **state(variables)})
+        if not self.lines:
+            self._write(header)
+            self._write({"step": trainer.step, **state(variables)})
 
     def stepped(self, step, metrics, metric_sums, seen):
         """Writes a step: its number, its metrics and their sums, and what `Step.train` has observed, as tensors."""
@@ -139,6 +144,7 @@ class Recorder:
             self._file.close()
 
     def _write(self, line):
+        self.lines += 1
         if self._file:
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 
-from cluster import spec
+from cluster import spec, wishes
 
 _GRACE_S = 10  # for the others to finish, after the first worker has ended well
 
@@ -29,8 +29,8 @@ def run(command: list[str], workers: int) -> int:
       command: program and arguments, the same for all.
       workers: how many; one is a cluster too.
     Returns:
-      0 if all ended well; else the status of the first that did not (128 + n if signal n ended it), or 128 + n if signal
-      n ended the launcher. No process is left in any case.
+      0 if all ended well; 75 if they have stopped to be resumed; else the status of the first that failed (128 + n if signal n
+      ended it), or 128 + n if signal n ended the launcher. No process is left in any case.
     """
     wanted = []  # the signal that asks us to end
     previous = {s: signal.signal(s, lambda number, _: wanted.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -41,7 +41,7 @@ def run(command: list[str], workers: int) -> int:
         if gpus and not each:
             print(f"{len(gpus)} GPUs for {workers} workers: all use the CPU", file=sys.stderr, flush=True)
         for number, tf_config in enumerate(spec.local_cluster(free_addresses(workers))):
-            environment = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, "TF_CONFIG": tf_config, "PYTHONUNBUFFERED": "1"}
+            environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "TF_CONFIG": tf_config, "PYTHONUNBUFFERED": "1"}
             if sys.stdout.isatty():  # a line that begins with CR is shown as a bar
                 environment["LOCKSTEP_BAR"] = str(shutil.get_terminal_size().columns - len("[0] "))
             if gpus:
@@ -74,22 +74,33 @@ def run(command: list[str], workers: int) -> int:
 
 
 def _wait(processes, wanted) -> int:
-    """Until all have ended, one has failed, or a signal came. Returns the exit status."""
-    deadline = None
+    """Until all have ended, one has failed, or a second signal came. Returns the exit status.
+
+    A first signal is passed on: a worker that trains stops after its step, with a checkpoint; another ends at once.
+    """
+    deadline, told = None, 0
     while True:
-        if wanted:
-            print(f"\n{signal.Signals(wanted[0]).name}: ending {len(processes)} workers", file=sys.stderr, flush=True)
-            return 128 + wanted[0]
+        if len(wanted) > told:
+            told += 1
+            name = signal.Signals(wanted[-1]).name
+            if told > 1 or wanted[-1] == signal.SIGPIPE:
+                print(f"\n{name}: ending {len(processes)} workers", file=sys.stderr, flush=True)
+                return 128 + wanted[-1]
+            for process in processes:
+                if process.poll() is None:
+                    process.send_signal(wanted[-1])
         statuses = [process.poll() for process in processes]
         for number, status in enumerate(statuses):
-            if status:
+            if status and status != wishes.RESUMABLE:
+                if wanted:
+                    return 128 + wanted[0]
                 name = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"failed with status {status}"
                 if len(processes) > 1:
                     _say(f"worker {number} {name}; ending the others")
                 return 128 - status if status < 0 else status
         if None not in statuses:
-            return 0
-        if 0 in statuses and deadline is None:
+            return max(statuses)
+        if set(statuses) != {None} and deadline is None:
             deadline = time.monotonic() + _GRACE_S
         if deadline and time.monotonic() > deadline:
             still = [number for number, status in enumerate(statuses) if status is None]

@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from cluster import agreement, preflight, quiet, spec, start_deadline
+from cluster import agreement, lifeline, preflight, quiet, spec, start_deadline, wishes
 
 
 def configure(identical=True, intra_op_threads=1, seed=0):
@@ -68,12 +68,13 @@ def run(
     instead=None,
     start_timeout_s=60,
     card=None,
+    step_timeout_s=600,
 ):
     """Runs `main(strategy)` as this process's part in the cluster, and ends the process when all have finished.
 
     Does not return: a worker may neither leave before the others have finished nor stay when they have failed. The exit
-    status is what `main` returns (None is 0), 1 after an exception, 2 if the cluster does not come about (one line says why),
-    128 + n after signal n.
+    status is what `main` returns (None is 0; 75, stopped to be resumed, is an end together too), 1 after an exception, 2 if the
+    cluster does not come about (one line says why), 128 + n after signal n, unless `wishes` attend to it.
 
     Args:
       main: called with the strategy, outside its scope.
@@ -83,7 +84,9 @@ def run(
       instead: (exit status, text) to end with instead of starting, on every worker; the chief's decides.
       start_timeout_s: how long to wait for the other workers.
       card: a `preflight.Card`, what else all workers must have in common to start.
+      step_timeout_s: the longest time that a step, its tracing or an evaluation step may take: see `lifeline.py`.
     """
+    line = None
     # AutoGraph leaves a file a function, and removes them when the interpreter ends, which it does not do here.
     tempfile.tempdir = tempfile.mkdtemp(prefix="lockstep-")
     try:
@@ -103,19 +106,31 @@ def run(
             configure(identical, intra_op_threads, seed)
             strategy = make_strategy(communication)
         signals.started()
+        line = lifeline.Lifeline(me, step_timeout_s, _end)
+        line.start()
+        signals.line = line
         status = main(strategy) or 0
-        if status == 0:
+        if status in (0, wishes.RESUMABLE):
+            line.leave()
             agreement.leave_together(me)
     except spec.ClusterError as error:
+        if line and isinstance(error, agreement.Lost):
+            line.explains(5)
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         status = 2
     except BrokenPipeError:  # nobody reads the output any more
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         status = 128 + signal.SIGPIPE
-    except BaseException:
+    except BaseException as error:
+        if line and isinstance(error, tf.errors.OpError):
+            line.explains(5)  # an error of a collective, if another worker is gone
         traceback.print_exc()
+        if line:
+            line.failed(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}")
         status = 1
+    if line and status not in (0, wishes.RESUMABLE):
+        line.failed(f"it ended with status {status}, see its output")
     _end(status)
 
 
@@ -136,7 +151,7 @@ def _end(status):
 
 
 class _Signals:
-    """Ends the process on SIGINT and SIGTERM at once, also while Python waits inside TensorFlow.
+    """Ends the process on SIGINT and SIGTERM, also while Python waits inside TensorFlow, unless `wishes.py` takes it.
 
     Python runs signal handlers between two instructions of the main thread, which may be waiting in a collective forever.
     Python's C handler writes to a wake-up pipe in any case, and a thread of ours reads it. TensorFlow's preemption notifier
@@ -144,7 +159,7 @@ class _Signals:
     """
 
     def __init__(self):
-        self._starting = True
+        self._starting, self.line = True, None
         self._reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -167,6 +182,8 @@ class _Signals:
             ready, _, _ = select.select([self._reader], [], [], 0.2 if self._starting else None)
             if ready:
                 number = os.read(self._reader, 1)[0]
-                if number in (signal.SIGINT, signal.SIGTERM):  # another may have a handler of the user's
+                if number in (signal.SIGINT, signal.SIGTERM) and not wishes.stop(number):  # others may be the user's
+                    if self.line:
+                        self.line.failed(f"it was ended by {signal.Signals(number).name}")
                     _end(128 + number)
             ctypes.pythonapi.PyOS_setsig(signal.SIGTERM, self._handler)

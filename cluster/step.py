@@ -4,11 +4,32 @@ Nothing here asks how many workers there are. Each replica runs the passes of it
 adds all K in the order of the tree, and every replica makes the same update with the same finished numbers.
 """
 
+import typing
+
 import tensorflow as tf
 
 from cluster import digest, observe
 from cluster.reduction import replica_id
 from cluster.replica_pass import ReplicaPass, is_seed, layer_keys, node_sum
+
+
+class Told(typing.NamedTuple):
+    """What every replica knows after a step, alike.
+
+    Attributes:
+      wish: float32 [2], how many replicas wish it: see `wishes.py`.
+      bad: scalar int32, the first of the weights whose gradient is not finite; their number if only the loss is not; -1: all is
+        well, or a loss scale has skipped the step.
+      sums: its metric sums; norm: of the global gradient before clipping; learning_rate. None in an evaluation.
+      seen: what was observed: {}, or see `Step._observed`.
+    """
+
+    wish: tf.Tensor
+    bad: tf.Tensor
+    sums: list | None = None
+    norm: tf.Tensor | None = None
+    learning_rate: tf.Tensor | None = None
+    seen: dict | None = None
 
 
 class Step:
@@ -58,15 +79,13 @@ class Step:
         self._passes[training] = spec, ReplicaPass(self._trainer, spec, training, jit_compile)
         return True
 
-    def train(self, data, ids=0, observed=False):
+    def train(self, data, wish, ids=0, observed=False) -> Told:
         """One training step on this replica's part of the global batch, in replica context.
 
         Args:
           data: the element; with `ids`, (element, int64 [examples, ids]).
+          wish: float32 [2], this worker's wishes.
           observed: tell what fingerprints are made of, too.
-        Returns:
-          What is known of this step on every replica alike: (its metric sums, the norm of the global gradient before
-          clipping, the learning rate, and what was observed: {}, or see `_observed`).
         """
         trainer, optimizer = self._trainer, self._trainer.optimizer
         step, loss_scale = self.count.read_value(), self._loss_scale()
@@ -79,11 +98,12 @@ class Step:
             return results + [t for table in tables for t in table.of(k, element, names, results, loss_scale)]
 
         specs = one_pass.output_specs + [spec for table in tables for spec in table.specs]
-        sums = self._sum_of_passes(one_pass, data, step, run_pass, specs)
+        *sums, wish = self._sum_of_passes(one_pass, data, step, run_pass, specs, wish)
         gradients, statistics, metric_sums = one_pass.split(sums[: len(one_pass.output_specs)])
         replicas = trainer.logical_replicas
         gradients = [g / tf.cast(replicas, g.dtype) for g in gradients]
-        norm = tf.linalg.global_norm([tf.cast(g, tf.float32) for g in gradients]) / loss_scale
+        squares = tf.stack([tf.nn.l2_loss(tf.cast(g, tf.float32)) for g in gradients])  # halves of sums of squares
+        norm = tf.sqrt(2 * tf.reduce_sum(squares)) / loss_scale
         before = observe.values(one_pass.weights) if observed else []
         # A dynamic loss scale skips a step whose gradient is not finite. Keras would keep that step's moving statistics,
         # infinities included (seen on Keras 3.15): they are committed only with the step.
@@ -104,7 +124,15 @@ class Step:
         if observed:
             gradients = observe.unscaled(gradients, loss_scale)
             seen = self._observed(before, gradients, sums[len(one_pass.output_specs) :], loss_scale)
-        return metric_sums, norm, learning_rate, seen
+        bad = self._bad(one_pass, squares, metric_sums) if commit is None else tf.constant(-1)
+        return Told(wish, bad, metric_sums, norm, learning_rate, seen)
+
+    def _bad(self, one_pass, squares, metric_sums):
+        """See `Told.bad`."""
+        loss = next(s for v, s in self.metric_values(True, metric_sums) if v is self._trainer._loss_tracker.total)
+        finite = tf.math.is_finite(tf.concat([squares, [tf.cast(loss, tf.float32)]], 0))
+        names = tf.constant([*one_pass.differentiable, len(one_pass.weights)])
+        return tf.where(tf.reduce_all(finite), -1, names[tf.argmin(tf.cast(finite, tf.int32))])
 
     def _observed(self, before, gradients, tables, loss_scale):
         """What a step leaves to be recorded: tensors by name, the same on every replica. See `fingerprint.py`."""
@@ -128,7 +156,7 @@ class Step:
         nothing = [[tf.zeros_like(table)] for _ in reduction.nodes(replica)[1:]]
         return reduction(replica, [[table], *nothing])[0]
 
-    def evaluate(self, data):
+    def evaluate(self, data, wish) -> Told:
         """One evaluation step, in replica context; `data` is (element, valid). Padding does not reach the model."""
         one_pass = self._passes[False][1]
         nothing = [tf.zeros(spec.shape, spec.dtype) for spec in one_pass.output_specs]
@@ -138,11 +166,16 @@ class Step:
             size = tf.reduce_sum(tf.cast(valid, tf.int32))  # padding is at the end
             return tf.cond(size > 0, lambda: run(tf.nest.map_structure(lambda t: t[:size], element)), lambda: nothing)
 
-        sums = self._sum_of_passes(one_pass, data, self.count.read_value(), on_valid, one_pass.output_specs)
+        step = self.count.read_value()
+        *sums, wish = self._sum_of_passes(one_pass, data, step, on_valid, one_pass.output_specs, wish)
         self._add(self.sums[False], sums)
+        return Told(wish, tf.constant(-1))
 
-    def _sum_of_passes(self, one_pass, data, step, call, output_specs):
-        """The sum over all K logical replicas k of their `call(run, examples, k)`, which runs one pass on its examples."""
+    def _sum_of_passes(self, one_pass, data, step, call, output_specs, wish):
+        """The sum over all K logical replicas k of their `call(run, examples, k)`, which runs one pass on its examples.
+
+        And, at the end of the list, the sum of the replicas' wishes.
+        """
         trainer, reduction = self._trainer, self._trainer.reduction
         replica = replica_id()
         first, last = reduction.block(replica)
@@ -156,7 +189,10 @@ class Step:
             examples = tf.nest.map_structure(lambda t: t[k - first], blocks)
             return call(lambda data: one_pass(weights, state, seeds, loss_scale, data), examples, k)
 
-        return reduction(replica, [node_sum(of_logical_replica, *node, output_specs) for node in reduction.nodes(replica)])
+        nodes = reduction.nodes(replica)
+        wishes = [wish] + [tf.zeros_like(wish)] * (len(nodes) - 1)
+        sums = [node_sum(of_logical_replica, *node, output_specs) for node in nodes]
+        return reduction(replica, [[*of_node, one] for of_node, one in zip(sums, wishes, strict=True)])
 
     def _loss_scale(self):
         return tf.cast(self._trainer.optimizer.scale_loss(tf.constant(1.0)), tf.float32)

@@ -20,7 +20,7 @@ import tensorflow as tf
 from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 from tensorflow.python.framework.config import is_op_determinism_enabled
 
-from cluster import datasets, losses, tree
+from cluster import checkpoint, datasets, lifeline, losses, tree, wishes
 from cluster.reduction import Reduction
 from cluster.step import Step
 
@@ -63,6 +63,7 @@ class Trainer(keras.Model):
         self._training_metrics = True
         self._steps_per_epoch, self._steps_done = None, 0
         self._records, self._record_names = [], []
+        self.wished, self._resume = (False, False), None
         self._recorder, self._ids = None, 0
 
     def call(self, inputs, training=None):
@@ -126,6 +127,7 @@ class Trainer(keras.Model):
         validation_steps=None,
         class_weight=None,
         fingerprints=None,
+        resume=None,
         **kwargs,
     ):
         """Keras's `fit` on a tf.data.Dataset of global batches (x, y[, sample_weight]), or on streams.
@@ -134,11 +136,15 @@ class Trainer(keras.Model):
           x: a tf.data.Dataset of batches of exactly B examples, finite, or endless with `steps_per_epoch`; or
             `datasets.Streams`, of which each worker reads its part alone.
           validation_data: a tf.data.Dataset of batches of any size, arrays (x, y[, sample_weight]), or `datasets.Streams`.
-          total_steps: stop after so many steps, also in the middle of an epoch.
+          total_steps: stop after so many steps, also in the middle of an epoch; those of a resumed run count.
           fingerprints: a `fingerprint.Recorder`, on every worker; it changes no bit of the training.
+          resume: a `checkpoint.Checkpoint` to go on from, on every worker the same; `x` begins at its step. Callbacks' states
+            are not put back here: see `checkpoint.put_back_callbacks`.
           class_weight, validation_steps, other arguments: as in Keras.
         Raises:
           ValueError: see `datasets.training`, `datasets.evaluation` and `losses`.
+          checkpoint.Damaged: if `resume` is of another network or optimizer.
+          wishes.Stopped: if a worker wished it during an evaluation; wishes.NonFinite: at a loss or gradient that is not.
         """
         self._assert_compile_called("fit")
         self._recorder = fingerprints
@@ -155,12 +161,18 @@ class Trainer(keras.Model):
                 x = x.map(make_class_weight_map_fn(class_weight))
             x, steps_per_epoch = datasets.training(x, self.global_batch_size, self.distribute_strategy, steps_per_epoch)
             spec = x.element_spec
+        lifeline.sign("tracing")
         self._prepare(True, spec)
         if validation_data is not None:
             validation_data, validation_steps = self._evaluation_data(validation_data, validation_steps)
-        self._steps_per_epoch, self._steps_done = steps_per_epoch, 0
-        self._steps_left = float("inf") if total_steps is None else total_steps
+        self._resume = resume
+        if resume:
+            checkpoint.put_back(resume, self)
+            ended = resume.facts["stopped"] and not resume.in_epoch
+            kwargs["initial_epoch"] = kwargs.get("epochs", 1) if ended else resume.epoch
         self._t = self.step
+        self._steps_per_epoch, self._steps_done = steps_per_epoch, resume.in_epoch % steps_per_epoch if resume else 0
+        self._steps_left = float("inf") if total_steps is None else total_steps - (self._t if resume else 0)
         if self._recorder:
             self._recorder.begin(self)
         try:
@@ -172,9 +184,10 @@ class Trainer(keras.Model):
                 **{**kwargs, "shuffle": False},  # the data set has its order
             )
         finally:
+            lifeline.sign(None)
             if self._recorder:
                 self._recorder.end()
-            self._recorder = None
+            self._recorder = self._resume = None
 
     def evaluate(self, x=None, y=None, batch_size=None, verbose="auto", sample_weight=None, steps=None, **kwargs):
         """Keras's `evaluate`: every example once, the same numbers on every worker, to the last bit for every N."""
@@ -228,31 +241,53 @@ class Trainer(keras.Model):
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         # Keras would reduce the first batch over the workers to learn its shapes, and fail: "Attempt to convert a value
         # (PerReplica...) to a Tensor" (keras#20585). `_prepare` has built everything from the specs.
-        pass
+        # In `fit` it is called with what goes through the epochs. (tests/test_resume.py tells if that should change.)
+        if self._resume and self._resume.in_epoch and self._training_metrics:
+            stopped, left = self._resume.facts["stopped"], self._steps_per_epoch - self._resume.in_epoch
+            iterator._enumerate_iterator = lambda: self._rest_of_epoch(iterator, 0 if stopped else left)
+
+    def _rest_of_epoch(self, iterator, steps):
+        """The executions of the `steps` that a resumed epoch still has, numbered as in the whole epoch."""
+        del iterator._enumerate_iterator  # the next epochs are whole
+        every, all_steps = self.steps_per_execution, self._steps_per_epoch
+        return itertools.islice(iterator._enumerate_iterator(), -(-all_steps // every) - -(-steps // every), None)
 
     def make_train_function(self, force=False):
         if force or self.train_function is None:
-            several_steps = self._on_iterator(lambda data: self._step.train(data, self._ids))
+            several_steps = self._on_iterator(lambda *part: self._step.train(*part, self._ids))
             observed_step = self._observed_step()
 
             def train_function(iterator):
                 in_epoch = self._steps_per_epoch - self._steps_done
                 steps = min(self.steps_per_execution, in_epoch, self._steps_left)  # cut at the epoch's and the run's end
-                self._steps_done = (self._steps_done + steps) % self._steps_per_epoch
-                self._steps_left -= steps
-                self.stop_training |= self._steps_left == 0
                 self._records = []
+                lifeline.sign(f"step {self._t + 1}")
                 for observed, count in self._recorded_or_not(steps):
                     if observed:
-                        logs, records, sums, seen = observed_step(iterator)
-                        self._recorder.stepped(self._t + 1, *self._results(True, sums), seen)
+                        logs, records, told, ending = observed_step(iterator)
+                        self._recorder.stepped(self._t + 1, *self._results(True, told.sums), told.seen)
                     else:
-                        logs, records = several_steps(iterator, tf.constant(count))
-                    self._t += count
+                        logs, records, ending = several_steps(iterator, tf.constant(count))
                     self._records.append(records)
+                    if self._count_steps(*ending):
+                        break
                 return logs
 
             self.train_function = train_function
+
+    def _count_steps(self, done, wish, bad):
+        """Takes note of steps made, of a wish to stop, and of what is not finite. Returns whether to make no more."""
+        done, bad = int(done), int(bad)
+        self._t += done
+        self._steps_done = (self._steps_done + done) % self._steps_per_epoch
+        self._steps_left -= done
+        self.stop_training |= self._steps_left == 0
+        self.wished = wish.numpy() > 0
+        if bad >= 0:
+            weights = self.model.trainable_variables
+            what = f"the gradient of {weights[bad].path}" if bad < len(weights) else "the loss"
+            raise wishes.NonFinite(f"step {self._t}: {what} is not finite")
+        return self.wished[wishes.STOP]
 
     def _recorded_or_not(self, steps):
         """The next `steps` steps in runs that are made in one call: (whether to record, number of steps)."""
@@ -265,30 +300,43 @@ class Trainer(keras.Model):
     def make_test_function(self, force=False):
         if force or self.test_function is None:
             several_steps = self._on_iterator(self._step.evaluate)
-            self.test_function = lambda iterator: several_steps(iterator, tf.constant(1))[0]
+
+            def test_function(iterator):
+                lifeline.sign(f"evaluation after step {self.step}")
+                logs, _, (_, wish, _) = several_steps(iterator, tf.constant(1))
+                if wish[wishes.STOP] > 0:
+                    raise wishes.Stopped
+                return logs
+
+            self.test_function = test_function
 
     def _on_iterator(self, replica_step):
-        """The function (iterator, steps) -> (metrics since the last reset, records of the steps, stacked by name)."""
+        """The function (iterator, steps) -> (metrics since the last reset, records, (steps made, wish, bad)).
+
+        The records of the steps are stacked by name. It ends early at a wish to stop, and at what is not finite.
+        """
 
         @tf.function(autograph=False)
         def several_steps(iterator, steps):
-            def one_step(index, stacks):
-                facts, wait = self._one_step(iterator, replica_step)
-                if facts is None:  # an evaluation
-                    return index + 1, stacks
-                values = self._record(*facts[:3], wait)
-                return index + 1, [stack.write(index, v) for stack, v in zip(stacks, values, strict=True)]
+            def one_step(index, wish, bad, stacks):
+                told, wait = self._one_step(iterator, replica_step)
+                values = self._record(told, wait) if stacks else []
+                stacks = [stack.write(index, value) for stack, value in zip(stacks, values, strict=True)]
+                return index + 1, tf.maximum(wish, told.wish), told.bad, stacks
 
-            record = replica_step != self._step.evaluate
-            count = 3 + len(self._metric_names()) if record else 0
+            def goes_on(index, wish, bad, stacks):
+                return (index < steps) & (wish[wishes.STOP] == 0) & (bad < 0)
+
+            count = 3 + len(self._metric_names()) if replica_step != self._step.evaluate else 0
             stacks = [tf.TensorArray(tf.float32, size=steps, element_shape=[]) for _ in range(count)]
-            _, stacks = tf.while_loop(lambda index, _: index < steps, one_step, [tf.constant(0), stacks], parallel_iterations=1)
-            return self.get_metrics_result(), [stack.stack() for stack in stacks]
+            start = [tf.constant(0), tf.zeros([2]), tf.constant(-1), stacks]
+            *ending, stacks = tf.while_loop(goes_on, one_step, start, parallel_iterations=1)
+            return self.get_metrics_result(), [stack.stack()[: ending[0]] for stack in stacks], ending
 
         return several_steps
 
     def _observed_step(self):
-        """The function iterator -> (metrics since the last reset, records, metric sums and what is observed of one step).
+        """The function iterator -> (metrics since the last reset, records, what one step told, (1, wish, bad)).
 
         A function of its own: a tf.cond around the collectives of several devices would make one wait for the other, and the
         steps that are not recorded should not pay.
@@ -296,31 +344,31 @@ class Trainer(keras.Model):
 
         @tf.function(autograph=False)
         def observed_step(iterator):
-            facts, wait = self._one_step(iterator, lambda data: self._step.train(data, self._ids, observed=True))
-            sums, _, learning_rate, seen = facts
-            records = [value[None] for value in self._record(*facts[:3], wait)]
-            return self.get_metrics_result(), records, sums, {**seen, "learning_rate": learning_rate}
+            told, wait = self._one_step(iterator, lambda *part: self._step.train(*part, self._ids, observed=True))
+            records = [value[None] for value in self._record(told, wait)]
+            told.seen["learning_rate"] = told.learning_rate
+            return self.get_metrics_result(), records, told, (tf.constant(1), told.wish, told.bad)
 
         return observed_step
 
     def _one_step(self, iterator, replica_step):
         """What a replica step returns, as one local replica has it, and the seconds that its data was waited for."""
-        began = _now()
+        began, wish = tf.split(_now_and_wishes(), [1, 2])
         with tf.control_dependencies([began]):
             data = next(iterator)
         with tf.control_dependencies(tf.nest.flatten(data, expand_composites=True)):
-            wait = tf.cast(_now() - began, tf.float32)
-        facts = self.distribute_strategy.run(replica_step, args=(data,))
-        return tf.nest.map_structure(lambda v: self.distribute_strategy.experimental_local_results(v)[0], facts), wait
+            wait = tf.cast(_now_and_wishes()[0] - began[0], tf.float32)
+        told = self.distribute_strategy.run(replica_step, args=(data, tf.cast(wish, tf.float32)))
+        return tf.nest.map_structure(lambda v: self.distribute_strategy.experimental_local_results(v)[0], told), wait
 
     def _metric_names(self):
         with keras.StatelessScope(self._step.metric_values(True)):
             return list(super().get_metrics_result())
 
-    def _record(self, sums, norm, learning_rate, wait):
-        with keras.StatelessScope(self._step.metric_values(True, sums)):
+    def _record(self, told, wait):
+        with keras.StatelessScope(self._step.metric_values(True, told.sums)):
             values = super().get_metrics_result()
-        values |= {"learning_rate": learning_rate, "gradient_norm": norm, "input_wait_s": wait}
+        values |= {"learning_rate": told.learning_rate, "gradient_norm": told.norm, "input_wait_s": wait}
         self._record_names = list(values)
         return [tf.cast(value, tf.float32) for value in values.values()]
 
@@ -367,6 +415,11 @@ class Trainer(keras.Model):
 
     def reset_metrics(self):
         self._step.reset(self._training_metrics)
+        if self._resume and self._training_metrics:  # the epoch that goes on
+            if self._resume.in_epoch:
+                checkpoint.put_back(self._resume, self)
+                self.stop_training = self._resume.facts["stopped"]
+            self._resume = None
 
     # ---- saving: the plain model, by the chief -----------------------------------------------------------------------
 
@@ -391,6 +444,6 @@ class Trainer(keras.Model):
         tf.io.gfile.rename(temporary, os.fspath(filepath), overwrite=True)
 
 
-def _now():
-    """Seconds of a monotonic clock, as a scalar of the graph. (tf.timestamp refuses to run in deterministic mode.)"""
-    return tf.ensure_shape(tf.numpy_function(lambda: np.float64(time.monotonic()), [], tf.float64), [])
+def _now_and_wishes():
+    """Seconds of a monotonic clock, and this worker's wishes. (tf.timestamp refuses to run in deterministic mode.)"""
+    return tf.ensure_shape(tf.numpy_function(lambda: np.array([time.monotonic(), *wishes.mine]), [], tf.float64), [3])

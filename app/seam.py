@@ -1,0 +1,75 @@
+"""A resumed run's files go on without a seam: what came after the checkpoint is taken away before anything is added.
+
+Text files by the number of lines that they had; TensorBoard's events by their step, since each worker has its own and the
+checkpoint is the chief's. A file that needs no cut is left as it is.
+"""
+
+import os
+
+import tensorflow as tf
+from tensorboard.compat.proto.event_pb2 import Event
+
+from cluster.checkpoint import Checkpoint
+
+
+def cut(config, resume: Checkpoint, chief: bool, worker: int, workers: int):
+    """Cuts the run's files to the checkpoint; every worker its own, the chief what is global and what nobody owns now.
+
+    Args:
+      config: of the run; resume: where it goes on; worker, workers: this process's number, and how many there are.
+    """
+    evaluated_at = next(state["evaluated_at"] for name, state in resume.facts["callbacks"] if name == "Monitor")
+    own = [f"worker-{worker}"]
+    if chief:
+        for name, lines in resume.facts["lines"].items():
+            cut_lines(os.path.join(config.run_dir, name), lines)
+        names = tf.io.gfile.listdir(config.run_dir)
+        own += [n for name in names if (n := name.rstrip("/")).startswith("worker-") and int(n[7:]) >= workers]
+        cut_events(os.path.join(config.run_dir, "train"), resume.step, resume.epoch)
+        cut_events(os.path.join(config.run_dir, "validation"), -1 if evaluated_at is None else evaluated_at, resume.epoch)
+    for name in own:
+        cut_events(os.path.join(config.run_dir, name), resume.step, resume.epoch)
+
+
+def cut_lines(path: str, lines: int):
+    """Leaves the first `lines` lines of a text file, if there is one."""
+    if not tf.io.gfile.exists(path):
+        return
+    text = tf.io.gfile.GFile(path).read()
+    kept = "".join(text.splitlines(keepends=True)[:lines])
+    if kept != text:
+        _replace(path, kept)
+
+
+def cut_events(directory: str, step: int, epoch: int):
+    """Leaves the points up to this step, and of tags that begin with epoch_, up to this epoch."""
+    for path in tf.io.gfile.glob(os.path.join(directory, "events.out.tfevents.*")):
+        found, whole = _records(path)
+        events = [Event.FromString(record) for record in found]
+        kept = [
+            record
+            for record, event in zip(found, events, strict=True)
+            if event.step <= (epoch if any(v.tag.startswith("epoch_") for v in event.summary.value) else step)
+        ]
+        if len(kept) < len(found) or not whole:
+            with tf.io.TFRecordWriter(path + ".tmp") as writer:
+                for record in kept:
+                    writer.write(record)
+            tf.io.gfile.rename(path + ".tmp", path, overwrite=True)
+
+
+def _records(path):
+    """The whole records of a file, and whether there is nothing else: a process that was killed may leave half of one."""
+    found = []
+    try:
+        for record in tf.compat.v1.io.tf_record_iterator(path):
+            found.append(record)
+    except tf.errors.DataLossError:
+        return found, False
+    return found, True
+
+
+def _replace(path, text):
+    with tf.io.gfile.GFile(path + ".tmp", "w") as file:
+        file.write(text)
+    tf.io.gfile.rename(path + ".tmp", path, overwrite=True)

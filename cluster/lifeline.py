@@ -1,0 +1,193 @@
+"""No worker waits for one that is gone: each learns within seconds who died or failed, in one line, and ends.
+
+TensorFlow tells a lost worker late, in thirty lines that do not name it, and a stopped one (a hung disk, SIGSTOP, a cut cable)
+never. So every worker holds a connection to the chief, which the kernel closes when a process dies, and says over it every
+second what it does. A worker that gives no sign of life for `timeout_s`, whatever it does, ends all. The connection goes to
+the chief's own address, at a port that the system chooses; what it carries is text that is only shown.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+
+from cluster import agreement, wishes
+
+_EVERY_S = 1.0
+_doing, _since = None, time.monotonic()
+
+stacks = None  # path of a file for the stacks of a worker that hangs; None: standard error
+remedy = "start all workers again"  # the end of the line that tells of an end; the chief's goes to all
+
+
+def sign(doing: str | None):
+    """A sign of life: what this worker begins to do; None: nothing that has to end in time."""
+    global _doing, _since
+    _doing, _since = doing, time.monotonic()
+
+
+class Lifeline:
+    """Watches this process and, if there are others, them; ends the process when one is gone.
+
+    Args:
+      me: this process in its cluster, or None.
+      timeout_s: the longest time without a sign of life.
+      end: called as end(status) when it is over; does not return.
+    """
+
+    def __init__(self, me, timeout_s, end):
+        self._me, self._timeout, self._end = me, timeout_s, end
+        self._ending, self._leaving = threading.Event(), False
+        self._peers = {}  # socket: what is known of the worker behind it
+        self._lock = threading.Lock()
+
+    def start(self):
+        """Connects the workers; to be called when the strategy exists."""
+        sign(None)
+        loop = self._watch_alone
+        if self._me and self._me.workers > 1:
+            host = self._me.addresses[0].rpartition(":")[0].strip("[]")
+            if self._me.is_chief:
+                self._listener = socket.create_server((host, 0), family=_family(host))
+                agreement.from_chief(self._me, self._listener.getsockname()[1])
+                loop = self._watch_all
+            else:
+                connection = socket.create_connection((host, agreement.from_chief(self._me, None)), timeout=30)
+                self._add(connection, "the chief", self._me.addresses[0])
+                loop = self._watch_chief
+        threading.Thread(target=loop, daemon=True, name="lifeline").start()
+
+    def leave(self):
+        """Before a good end: nobody is to miss this process."""
+        self._leaving = True
+        self._send({"bye": True})
+
+    def failed(self, why: str):
+        """Before a bad end: tells the others why."""
+        self._leaving = True
+        self._send({"failed": why, "worker": self._me.number if self._me else 0})
+        time.sleep(0.1 if self._peers else 0)
+
+    # ---- the watch ---------------------------------------------------------------------------------------------------
+
+    def _watch_alone(self):
+        while not self._leaving:
+            time.sleep(_EVERY_S)
+            self._look_at_myself()
+
+    def _watch_chief(self):
+        with selectors.DefaultSelector() as selector:
+            selector.register(next(iter(self._peers)), selectors.EVENT_READ)
+            while not self._leaving:
+                for key, _ in selector.select(_EVERY_S):
+                    self._read(key.fileobj, selector)
+                self._send({"worker": self._me.number, "doing": _doing, "age": time.monotonic() - _since})
+                self._look_for_silence()
+                self._look_at_myself()
+
+    def _watch_all(self):
+        with selectors.DefaultSelector() as selector, self._listener:
+            selector.register(self._listener, selectors.EVENT_READ)
+            while not self._leaving:
+                for key, _ in selector.select(_EVERY_S):
+                    if key.fileobj is self._listener:
+                        connection, _ = self._listener.accept()
+                        self._add(connection, None, None)
+                        selector.register(connection, selectors.EVENT_READ)
+                    else:
+                        self._read(key.fileobj, selector)
+                self._send({"remedy": remedy})
+                self._look_for_silence()
+                self._look_at_myself()
+
+    def _add(self, connection, name, address):
+        connection.settimeout(5)
+        self._peers[connection] = {"name": name, "address": address, "heard": time.monotonic(), "text": b"", "bye": False}
+
+    def _read(self, connection, selector):
+        peer = self._peers[connection]
+        try:
+            received = connection.recv(65536)
+        except OSError:
+            received = b""
+        if not received:
+            selector.unregister(connection)
+            del self._peers[connection]
+            if peer["name"] and not peer["bye"]:
+                self._over(f"{peer['name']} ({peer['address']}) has ended without a word")
+            return
+        peer["heard"], peer["text"] = time.monotonic(), peer["text"] + received
+        *lines, peer["text"] = peer["text"].split(b"\n")
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                self._hear(peer, json.loads(line))
+
+    def _hear(self, peer, said):
+        if isinstance(number := said.get("worker"), int) and 0 <= number < self._me.workers:
+            peer["name"], peer["address"] = f"worker {number}" if number else "the chief", self._me.addresses[number]
+        peer |= {key: said[key] for key in ("doing", "age", "bye") if key in said}
+        if "failed" in said:
+            peer["bye"] = True
+            time.sleep(1)  # this one may be about to end for the same reason, and to say it better
+            self._over(f"{peer['name']} has failed: {said['failed']}")
+        if "remedy" in said:
+            global remedy
+            remedy = said["remedy"]
+        if "over" in said:
+            self._over(said["over"], pass_on=False)
+
+    def _send(self, said):
+        line = json.dumps(said).encode() + b"\n"
+        with self._lock:
+            for connection in list(self._peers):
+                with contextlib.suppress(OSError):
+                    connection.sendall(line)
+
+    def _look_for_silence(self):
+        for peer in list(self._peers.values()):
+            silent = time.monotonic() - peer["heard"]
+            if peer["name"] and not peer["bye"] and silent > self._timeout:
+                self._over(f"{peer['name']} ({peer['address']}) has given no sign of life for {silent:.0f} s, {_shown(peer)}")
+
+    def _look_at_myself(self):
+        age = time.monotonic() - _since
+        if _doing is None or age < self._timeout:
+            return
+        file = open(stacks, "a") if stacks else sys.stderr  # noqa: SIM115
+        faulthandler.dump_traceback(file, all_threads=True)
+        others = [f"{p['name']}: {_shown(p)}" for p in self._peers.values() if p["name"] and p["name"] != "the chief"]
+        also = f" ({'; '.join(others)})" if others else ""
+        where = f"; the stacks of its threads are in {stacks}" if stacks else ""
+        name = "this process" if self._me is None else "the chief" if self._me.is_chief else f"worker {self._me.number}"
+        self._over(f"{name} has been in {_doing} for {age:.0f} s{also}{where}")
+
+    def _over(self, why, pass_on=True):
+        """Tells, and ends this process: 75, for the same command goes on. Does not return."""
+        if self._leaving:
+            return
+        self._ending.set()
+        if pass_on:
+            why = f"{why}; {remedy}"
+            self._send({"over": why})
+        print(f"error: {why}", file=sys.stderr, flush=True)
+        time.sleep(0.5 if pass_on else 0)  # the others are to hear it before they see a connection close
+        self._end(wishes.RESUMABLE)
+        os._exit(wishes.RESUMABLE)
+
+    def explains(self, seconds: float):
+        """Waits so long for another worker's end as the reason of an error here. If it comes, the process ends in here."""
+        if self._me and self._me.workers > 1 and self._ending.wait(seconds):
+            time.sleep(60)
+
+
+def _shown(peer):
+    return f"last seen in {peer['doing']} for {peer['age']:.0f} s" if peer.get("doing") else "last seen outside a step"
+
+
+def _family(host):
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
