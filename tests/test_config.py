@@ -35,6 +35,8 @@ def test_run_directories_differ_exactly_if_results_may():
     [
         (["--dataset=digit"], "did you mean digits"),
         (["--model=small_cn"], "did you mean small_cnn"),
+        (["--model=keras:Nothing"], "--model=keras:Nothing: network 'keras:Nothing' is unknown"),
+        (["--model=keras:Resnet50"], "did you mean keras:ResNet50?"),
         (["--epoch=3"], "--epochs"),
         (["--optimizer=sdg"], "did you mean sgd"),
         (["--workers=0"], "at least 1"),

@@ -98,7 +98,6 @@ def test_trained_parameters_are_those_of_the_table_of_networks(dry_run, tmp_path
         (["--dataset=digits", "--run_dir={tmp_path}"], 1, "holds something else"),
         (["--dataset=mnist", "--data_dir={tmp_path}", "--prepared_dir={tmp_path}/p"], 1, "train-images-idx3-ubyte"),
         (["--dataset=digits", "--model=resnet50x:net"], 1, "--model=resnet50x:net"),
-        (["--dataset=digits", "--model=keras:Nothing"], 1, "--model=keras:Nothing"),
     ],
 )
 def test_what_would_stop_the_training_is_told_in_one_line(tensorflow, tmp_path, flags, workers, says):
