@@ -21,7 +21,7 @@ from app.randomness import Keyed
 from app.terminal import Progress, Terminal, logged
 from cluster import Trainer, fingerprint, spec
 from cluster.agreement import agree
-from models import build
+from models import ModelError, build
 
 
 def train(config: config_module.Config, strategy, callbacks=()) -> dict:
@@ -173,8 +173,8 @@ def network(config, data):
     """The plain model. Raises UsageError."""
     try:
         return build(config.model, data.image_shape, len(data.manifest.classes))
-    except ValueError as error:
-        raise config_module.UsageError(f"--model={config.model}: {str(error).splitlines()[0]}") from None
+    except ModelError as error:  # what a user's function raises is theirs to see, with its traceback
+        raise config_module.UsageError(f"--model={config.model}: {error}") from None
 
 
 def trainer(config, plain) -> Trainer:
