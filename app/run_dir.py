@@ -198,8 +198,11 @@ def _read(directory, name):
     if "://" not in directory:
         try:
             return pathlib.Path(path).read_text()
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "it is no text"
+            raise UsageError(f"--run_dir={directory}: {name} cannot be read ({why}): name a new directory") from None
     import tensorflow as tf
 
     return tf.io.gfile.GFile(path).read() if tf.io.gfile.exists(path) else None

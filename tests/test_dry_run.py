@@ -88,6 +88,12 @@ def test_trained_parameters_are_those_of_the_table_of_networks(dry_run, tmp_path
     lines = dry_run(*flags, "--steps=7", "--schedule=step", "--schedule_unit=steps", "--boundaries=3,5")
     assert any(line.endswith(f"parameters, {network.parameters:,} of them trained") for line in lines)
     assert "7 epochs of 1 steps" in "\n".join(lines)
+    assert not any(line.startswith("warning") for line in lines)
+    batch = "--global_batch_size=256"
+    assert (
+        "warning: --global_batch_size=256 is more than the 128 training examples: a step sees some of them more than once"
+        in dry_run(*flags, "--logical_replicas=4", batch)
+    )
     assert rates(lines) == pytest.approx({0: 0.1, 3: 0.01, 5: 0.001, 6: 0.001})
 
 
