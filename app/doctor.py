@@ -37,8 +37,8 @@ def card(settings: Config, member=None, thorough: bool = False, problems=()) -> 
         "revision": run_dir.source_revision(),
         **preflight.source([*sorted(files), *run_dir.own_modules(settings).values()], ROOT),
     }
-    data = _prepared(settings)
-    digest = data.digest() if data and settings.dataset != "imagenet" else None  # that of ImageNet is compared when it is read
+    data = _prepared(settings, thorough)
+    digest = data.digest() if data else None
     made.facts = {"source": source, "configuration": settings.shared_fields(), "data": {"data manifest": digest}}
     if thorough:
         made.problems += early.problems(settings)
@@ -51,14 +51,16 @@ def card(settings: Config, member=None, thorough: bool = False, problems=()) -> 
     return made
 
 
-def _prepared(settings):
+def _prepared(settings, thorough):
     """The manifest, or None if the data is not prepared yet, or not in a state to be used."""
     try:
         if settings.dataset != "imagenet":
             return manifest.load(settings.prepared_path())
-        return manifest.of_files(imagenet.manifest_path(settings.prepared_dir), imagenet.raw_files(settings.data_dir))
+        if thorough:  # it takes a moment; a training compares it when it opens the data
+            return manifest.of_files(imagenet.manifest_path(settings.prepared_dir), imagenet.raw_files(settings.data_dir))
     except (manifest.ManifestError, SourceError):
-        return None
+        pass
+    return None
 
 
 def _raw(settings):

@@ -118,14 +118,14 @@ def check_output(flag: str, path: str) -> None:
 
 def check_port(port: int, everywhere: bool) -> None:
     """Raises UsageError if a server could not listen at that port: of this machine alone, or of all its addresses."""
-    host = "" if everywhere else "localhost"
-    family, kind, _, _, place = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    with socket.socket(family, kind) as probe:
-        try:
+    host = None if everywhere else "localhost"
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(place)
             probe.listen()
-        except OSError as error:
-            taken = error.errno == errno.EADDRINUSE
-            advice = "another program has it; name another" if taken else f"it cannot be opened: {error.strerror}"
-            raise UsageError(f"--port={port}: {advice}") from None
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        advice = "another program has it; name another" if taken else f"it cannot be opened: {error.strerror}"
+        raise UsageError(f"--port={port}: {advice}") from None
