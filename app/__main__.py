@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import app
-from app import benchmark_flags, command_line, config, doctor, run_dir, startup, verify_flags
+from app import benchmark_flags, command_line, config, doctor, early, run_dir, startup, verify_flags
 from app.config import UsageError
 from cluster import launcher, preflight, quiet, spec
 
@@ -92,6 +92,7 @@ def _train(arguments):
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # nothing is computed
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if settings.verbose else "3")  # TensorFlow misses the GPU aloud
         _settle(settings)
+        early.check(settings)
         with quiet.hushed(not settings.verbose):
             from app import dry_run
         member = _member(options)
@@ -124,6 +125,9 @@ def _evaluate(arguments):
         options.extra["keras_file"] = os.path.join(directory, "model.keras")
         if "://" not in directory and not os.path.exists(options.extra["keras_file"]):
             raise UsageError(f"--run_dir={directory} holds a run that has not finished: there is no model.keras yet")
+    early.check_keras_file(options.extra["keras_file"])
+    for flag in ("confusion", "predictions"):
+        early.check_output(flag, options.extra[flag])
 
     def part():
         from app.evaluate import evaluate
@@ -200,12 +204,14 @@ def _prepare(arguments):
     settings, options = command_line.parse(arguments, ("for_training",))
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # it needs no GPU, and TensorFlow would take all of its memory
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # and says at error level that there is none; faults come as exceptions
+    by_itself = bool(options.extra["for_training"])  # asked for by a command that has looked at the data
+    if not by_itself:
+        early.check(settings, network=False, by_itself=False)
     with quiet.hushed():
         from app import data
-    if options.extra["for_training"]:
-        data.prepare(settings, limit=data.BY_ITSELF)
+    manifest = data.prepare(settings, by_itself=by_itself)
+    if by_itself:
         return 0
-    manifest = data.prepare(settings)
     print(
         f"{manifest.directory}: {manifest.train.examples:,} + {manifest.test.examples:,} examples of "
         f"{len(manifest.classes)} classes in {len(manifest.train.shards)} + {len(manifest.test.shards)} shards"
@@ -237,6 +243,7 @@ def _tensorboard(arguments):
                 raise UsageError(f"tensorboard takes --run_dir=DIR, --port=N and --bind_all; got {argument!r}")
     if "://" not in logdir and not os.path.isdir(logdir):
         raise UsageError(f"--run_dir={logdir} is no directory; train first, or name the run's directory")
+    early.check_port(int(port), bind_all)
     address = ["--bind_all"] if bind_all else ["--host=localhost"]
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     with quiet.hushed():
@@ -274,10 +281,12 @@ def _on_workers(command, settings, options, part, reads=True):
     if problem and command != "doctor":  # which says it beside the rest
         raise UsageError(problem)
     if workers is None:
-        return _work(command, settings, part, member, options.recipe)
+        return _work(command, settings, part, member, options.recipe, reads)
     if command == "train" and (ended := run_dir.finished(settings)):
         print(ended)
         return 0
+    if command != "doctor":  # which says it beside the rest
+        early.check(settings, data=reads, network=command != "evaluate")
     if options.recipe and not settings.quiet:
         print(f"recipe {options.recipe}", flush=True)
     program = [sys.executable, "-m", "app"]
@@ -298,7 +307,7 @@ def _settle(settings):
     sys.path.append(os.getcwd())  # for the user's own package.module:function; last, so that it hides nothing of ours
 
 
-def _met(command, settings, member):
+def _met(command, settings, member, reads):
     """Meets the other workers, before TensorFlow is imported, which takes seconds; `cluster.run` looks again when it is.
 
     Returns:
@@ -310,7 +319,10 @@ def _met(command, settings, member):
             instead = (ended := run_dir.finished(settings)) and (0, ended)
         except UsageError as error:
             instead = 2, f"error: {error}"
-    card = doctor.card(settings, member, examine) if member or examine else None
+    problems = [] if instead or examine else early.problems(settings, reads, command != "evaluate")
+    if problems and not member:
+        raise UsageError("\n".join(problems))
+    card = doctor.card(settings, member, examine, problems) if member or examine else None
     if member:
         show = doctor.shown(settings, card, member) if examine else None
         word, seconds = json.dumps(instead), settings.start_timeout_s
@@ -321,10 +333,10 @@ def _met(command, settings, member):
     return card, instead
 
 
-def _work(command, settings, part, member, recipe):
+def _work(command, settings, part, member, recipe, reads):
     """Does this process's part; ends the process."""
     _settle(settings)
-    card, instead = _met(command, settings, member)
+    card, instead = _met(command, settings, member, reads)
     if instead:
         print(instead[1], file=sys.stderr if instead[0] else sys.stdout)
         return instead[0]

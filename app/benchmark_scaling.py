@@ -11,7 +11,7 @@ import pathlib
 import sys
 import tempfile
 
-from app import benchmark_report, startup
+from app import benchmark_report, early, startup
 from app.config import Config, UsageError
 from cluster import launcher
 
@@ -20,8 +20,9 @@ def run(settings: Config, flags) -> int:
     """Runs the clusters, prints a table, and writes what the flags ask for. Returns the exit status.
 
     Raises:
-      UsageError: if a file cannot be written.
+      UsageError: if the data cannot be used, or a file cannot be written.
     """
+    early.check(settings, data=flags.data == "real")
     runs = []
     for kind, width in [("global", width) for width in flags.widths] + [("worker", width) for width in flags.widths]:
         times = width if kind == "worker" else 1

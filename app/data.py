@@ -3,7 +3,7 @@
 import dataclasses
 import os
 
-from app import imagenet, preprocessing, sources
+from app import early, imagenet, preprocessing, sources
 from app import prepare as prepare_module
 from app.config import Config, UsageError
 from app.manifest import Manifest, ManifestError
@@ -11,8 +11,6 @@ from app.records import RecordError
 from app.streams import EvaluationStreams, ShardsError, TrainingStreams
 
 _MISTAKES = (sources.SourceError, prepare_module.PrepareError, ManifestError, RecordError, ShardsError)
-
-BY_ITSELF = 100_000  # training prepares sets of at most so many examples without being asked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +34,11 @@ class Data:
         return self.treatment.shape
 
 
-def prepare(config: Config, say=print, limit=None) -> Manifest:
+def prepare(config: Config, say=print, by_itself: bool = False) -> Manifest:
     """The manifest of the configuration's data set, which is prepared if it is not yet.
 
     Args:
-      limit: refuse to prepare more training examples than that.
+      by_itself: refuse to prepare a large set, which is to be asked for.
     Raises:
       UsageError: in one line, for whatever is wrong with the raw or the prepared data.
     """
@@ -50,14 +48,11 @@ def prepare(config: Config, say=print, limit=None) -> Manifest:
         if config.dataset == "imagenet":
             look = config.on_bad_record == "skip"  # what is to be left out has to be known before training
             return imagenet.scan_imagenet(config.data_dir, config.prepared_dir, say, verify_images=look, **bad)
-        if limit and not os.path.exists(place):
-            examples = len(sources.open_source(config.dataset, config.data_dir).train)
-            if examples > limit:
-                raise UsageError(
-                    f"{config.dataset} has {examples:,} training examples, and is not prepared in {config.prepared_dir}: run "
-                    "./run.sh prepare with the same flags first (training prepares by itself what has "
-                    f"{limit:,} or fewer)"
-                )
+        problem = None
+        if by_itself and not os.path.exists(place):
+            problem = early.too_many(config, len(sources.open_source(config.dataset, config.data_dir).train))
+        if problem:
+            raise UsageError(problem)
         return prepare_module.prepare(
             config.dataset, config.data_dir, config.prepared_dir, config.shards, config.prepare_seed, say, **bad
         )
@@ -67,7 +62,7 @@ def prepare(config: Config, say=print, limit=None) -> Manifest:
 
 def load(config: Config, say=print, first_step=0) -> Data:
     """Opens the data of a run, to begin with the batch after `first_step` steps; see `prepare`."""
-    manifest = prepare(config, say, BY_ITSELF)
+    manifest = prepare(config, say, by_itself=True)
     treatment = preprocessing.make(
         manifest.preprocessing, manifest.image_shape, manifest.mean or None, manifest.std or None, config.image_size
     )

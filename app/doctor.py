@@ -9,8 +9,9 @@ import socket
 import sys
 
 import app
-from app import manifest, run_dir
+from app import early, manifest, run_dir
 from app.config import Config, UsageError, batch_problem
+from app.sources import SourceError, imagenet
 from cluster import launcher, preflight
 from cluster.meeting import Found
 
@@ -21,28 +22,27 @@ _ABOUT = ("host", "process", "devices", "free memory", "free disk", "data")
 _COLUMNS = ("worker", "address", *_ABOUT, "clock", "answer", "found")
 
 
-def card(settings: Config, member=None, thorough: bool = False) -> preflight.Card:
+def card(settings: Config, member=None, thorough: bool = False, problems=()) -> preflight.Card:
     """What this process tells the others before they start together.
 
     Args:
       settings: its configuration.
       member: its part in the cluster, None if it is alone.
       thorough: look at memory, disk, packages and the data's files as well.
+      problems: that are known to prevent the start.
     """
-    made = preflight.Card()
+    made = preflight.Card(problems=list(problems))
     files = [file for folder in ("app", "models") for file in (ROOT / folder).rglob("*.py")]
     source = {
         "revision": run_dir.source_revision(),
         **preflight.source([*sorted(files), *run_dir.own_modules(settings).values()], ROOT),
     }
-    try:
-        digest = (data := _prepared(settings, thorough)) and data.digest()
-    except manifest.ManifestError as error:
-        data = digest = None
-        made.problems.append(str(error))
+    data = _prepared(settings, thorough)
+    digest = data.digest() if data else None
     made.facts = {"source": source, "configuration": settings.shared_fields(), "data": {"data manifest": digest}}
     if thorough:
-        made.about["data"] = f"{data.train.examples:,} + {data.test.examples:,}" if data else "not prepared"
+        made.problems += early.problems(settings)
+        made.about["data"] = f"{data.train.examples:,} + {data.test.examples:,}" if data else _raw(settings)
         workers = member.workers if member else 1
         if problem := batch_problem(settings.global_batch_size, settings.logical_replicas, workers, "a cluster of {} workers"):
             made.warnings.append(f"training with these flags would be refused: {problem}")
@@ -52,15 +52,28 @@ def card(settings: Config, member=None, thorough: bool = False) -> preflight.Car
 
 
 def _prepared(settings, thorough):
-    """The manifest, or None if the data is not prepared yet."""
-    # ImageNet's manifests lie beside one another there, by the folder of raw files: compared when the data is opened.
-    if settings.dataset == "imagenet" or not os.path.exists(settings.prepared_path()):
-        return None
-    found = manifest.load(settings.prepared_path())
-    if thorough:
-        for split in (found.train, found.test):
-            manifest.check_files(found, split)
-    return found
+    """The manifest, or None if the data is not prepared yet, or not in a state to be used."""
+    try:
+        if settings.dataset != "imagenet":
+            return manifest.load(settings.prepared_path())
+        if thorough:  # it takes a moment; a training compares it when it opens the data
+            return manifest.of_files(imagenet.manifest_path(settings.prepared_dir), imagenet.raw_files(settings.data_dir))
+    except (manifest.ManifestError, SourceError):
+        pass
+    return None
+
+
+def _raw(settings):
+    """What there is of data that is not prepared."""
+    if settings.dataset == "imagenet":
+        try:
+            return (
+                " + ".join(f"{len(files):,}" for files in imagenet.raw_files(settings.data_dir).values())
+                + " files, not read yet"
+            )
+        except SourceError:
+            return "not found"
+    return "not prepared"
 
 
 def _packages(settings, made):

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from app import faults, report
+from app import early, faults, report
 from app.config import Config, UsageError
 from app.train import compile_trainer, open_data, trainer
 from cluster import spec
@@ -48,8 +48,7 @@ def evaluate(config: Config, strategy, keras_file: str, confusion: str = "", pre
     chief = strategy.extended.should_checkpoint
     say = print if chief else lambda *_, **__: None
     for flag, path in (("confusion", confusion), ("predictions", predictions)):
-        if path and not os.access(os.path.dirname(path) or ".", os.W_OK):
-            raise UsageError(f"--{flag}={path}: there is no such folder, or it cannot be written")
+        early.check_output(flag, path)
     if not tf.io.gfile.exists(keras_file):
         raise UsageError(f"--keras_file={keras_file} does not exist")
     with tf.io.gfile.GFile(keras_file, "rb") as file:

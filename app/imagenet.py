@@ -8,18 +8,17 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import os
-import re
 
 import numpy as np
 import tensorflow as tf
 
 from app import records
-from app.manifest import Manifest, ManifestError, Shard, Split, load, save
+from app.manifest import Manifest, Shard, Split, load, of_files, save
 from app.prepare import Progress, versions
 from app.records import PrepareError, RecordError
+from app.sources.imagenet import manifest_path, raw_files
 
 CLASSES = 1000  # labels of more than so many are those of something else
-_PARTS = {"train": "train", "test": "validation"}
 _TEXT = "image/class/text"
 _FEATURES = {
     records.ENCODED: tf.io.FixedLenFeature([], tf.string),
@@ -64,11 +63,11 @@ def scan_imagenet(
         damaged, cut off or lacking is an error in any case: copy it again.
       max_bad_records: more than so many are an error with 'skip' as well.
     Raises:
-      PrepareError: one line that names the file and the record.
+      PrepareError, SourceError: one line that names the file and the record.
     """
     bad = records.BadRecords(on_bad_record, max_bad_records, say)
-    directory = os.path.join(prepared_dir, "imagenet", "manifest")
-    splits = {part: _files(os.path.abspath(data_dir), prefix) for part, prefix in _PARTS.items()}
+    directory = manifest_path(prepared_dir)
+    splits = raw_files(data_dir)
     if found := _stored(directory, splits, verify_images, bad):
         say(f"{directory}: made before, of the same files: {found.train.examples:,} + {found.test.examples:,} examples")
         return found
@@ -96,37 +95,14 @@ def scan_imagenet(
     return load(directory)
 
 
-def _files(data_dir, prefix):
-    """(path, size) of all files of a split. Raises PrepareError if there are none, one is missing, or two sets are mixed."""
-    try:
-        entries = sorted(os.listdir(data_dir))
-        found = [match for entry in entries if (match := re.fullmatch(prefix + r"-(\d{5})-of-(\d{5})", entry))]
-        if not found:
-            raise PrepareError(f"imagenet: looked for {prefix}-00000-of-... in {data_dir} and found no such file")
-        totals = sorted({match[2] for match in found})
-        if len(totals) > 1:
-            raise PrepareError(f"{data_dir}: has {prefix} files of -of-{' and of -of-'.join(totals)}; leave one set there")
-        wanted = [f"{prefix}-{index:05d}-of-{totals[0]}" for index in range(int(totals[0]))]
-        if missing := sorted(set(wanted) - {match[0] for match in found}):
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise PrepareError(f"{data_dir}: lacks {missing[0]}{more}; expected {len(wanted)} {prefix} files")
-        paths = [os.path.join(data_dir, name) for name in wanted]
-        return [(path, os.path.getsize(path)) for path in paths]
-    except OSError as error:
-        raise PrepareError(f"{error.filename}: cannot be read: {records.reason(error)}") from None
-
-
 def _stored(directory, files, verify_images, bad):
     """The manifest that is there, if it is of these files, and has been checked for what is asked; else None."""
-    try:
-        manifest = load(directory)
-    except ManifestError:
+    if not (manifest := of_files(directory, files)):
         return None
-    splits = {"train": manifest.train, "test": manifest.test}
-    same = all([(s.path, s.bytes) for s in splits[part].shards] == files[part] for part in splits)
-    verified = all(shard.sha256 for split in splits.values() for shard in split.shards)
-    left_out = sum(len(split.bad) for split in splits.values())
-    return manifest if same and verified >= verify_images and left_out <= bad.most else None
+    splits = manifest.train, manifest.test
+    verified = all(shard.sha256 for split in splits for shard in split.shards)
+    left_out = sum(len(split.bad) for split in splits)
+    return manifest if verified >= verify_images and left_out <= bad.most else None
 
 
 def _read(path, verify_images):

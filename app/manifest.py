@@ -188,6 +188,25 @@ def check_files(manifest: Manifest, split: Split, shard_indices=None) -> None:
             raise ManifestError(f"{path}: has {size} bytes; by the manifest it has {shard.bytes}. Was it copied in full?")
 
 
+def whole(directory: str) -> Manifest:
+    """`load`, and `check_files` for all of its files. Raises ManifestError."""
+    manifest = load(directory)
+    for split in (manifest.train, manifest.test):
+        check_files(manifest, split)
+    return manifest
+
+
+def of_files(directory: str, files: dict[str, list[tuple[str, int]]]) -> Manifest | None:
+    """The manifest in `directory`, if there is one that names exactly these (path, size) of each split."""
+    try:
+        manifest = load(directory)
+    except ManifestError:
+        return None
+    return (
+        manifest if all([(s.path, s.bytes) for s in getattr(manifest, part).shards] == files[part] for part in files) else None
+    )
+
+
 def _content(manifest):
     """The manifest as JSON has it; the offsets are represented by their sha256."""
     content = {f.name: getattr(manifest, f.name) for f in dataclasses.fields(manifest) if f.name != "directory"}

@@ -19,7 +19,8 @@ import tensorflow as tf
 
 import app
 from app import records, sources
-from app.manifest import Manifest, Split, check_files, load, own_folder, prepared_path, publish, save
+from app.early import UNUSABLE
+from app.manifest import Manifest, Split, load, own_folder, prepared_path, publish, save, whole
 from app.records import PrepareError
 
 _ORIGIN = "origin.json"
@@ -80,13 +81,11 @@ def prepare(
 def _used(final, wanted, bad, say):
     """The data set that is there already, if it was prepared from the same by the same parameters and its files are whole."""
     try:
-        manifest = load(final)
-        for split in (manifest.train, manifest.test):
-            check_files(manifest, split)
+        manifest = whole(final)
         with open(os.path.join(final, _ORIGIN), encoding="utf-8") as file:
             found = dict(json.load(file))
     except (OSError, ValueError, TypeError) as error:
-        raise PrepareError(f"{final} cannot be used; remove the folder, and it is prepared anew ({error})") from None
+        raise PrepareError(UNUSABLE.format(final, error)) from None
     for key, value in wanted.items():
         if found.get(key) != value and not (key == "data_dir" and not value):
             raise PrepareError(

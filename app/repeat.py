@@ -15,7 +15,7 @@ import os
 import pathlib
 import statistics
 
-from app import local_runs, run_dir
+from app import early, local_runs, run_dir
 from app.config import Config, UsageError, batch_problem
 from app.verify_flags import RepeatFlags
 
@@ -33,6 +33,8 @@ def run(config: Config, flags: RepeatFlags, options) -> int:
         raise UsageError(problem)
     runs = [_of_seed(config, flags, config.seed + i) for i in range(flags.seeds)]
     ended = [run_dir.finished(each) for each in runs]  # all of them first: what is wrong is said before an hour is spent
+    if not all(ended):
+        early.check(config)
     for number, each in enumerate(runs):
         print(
             f"seed {each.seed} ({number + 1} of {flags.seeds}): {'finished before' if ended[number] else 'training'}",

@@ -159,7 +159,7 @@ def source_revision() -> str:
 
 def _import_tensorflow(verbose):
     """Without what it prints at that, unless that is wanted."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if verbose else "2")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if verbose else "3")
     with quiet.hushed(not verbose):
         import tensorflow  # noqa: F401
 
@@ -201,8 +201,11 @@ def _read(directory, name):
     if "://" not in directory:
         try:
             return pathlib.Path(path).read_text()
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "it is no text"
+            raise UsageError(f"--run_dir={directory}: {name} cannot be read ({why}): name a new directory") from None
     import tensorflow as tf
 
     return tf.io.gfile.GFile(path).read() if tf.io.gfile.exists(path) else None

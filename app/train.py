@@ -21,7 +21,7 @@ from app.randomness import Keyed
 from app.terminal import Progress, Terminal, logged
 from cluster import Trainer, checkpoint, fingerprint, lifeline, spec, wishes
 from cluster.agreement import agree, bytes_from_chief, from_chief
-from models import build
+from models import ModelError, build
 
 FINGERPRINTS = "fingerprints.jsonl"
 
@@ -43,21 +43,22 @@ def train(config: config_module.Config, strategy, callbacks=()) -> dict:
     """
     run_dir.make(config.run_dir)
     chief = strategy.extended.should_checkpoint
-    with run_dir.claimed(config.run_dir) if chief else contextlib.nullcontext():
-        return _train(config, strategy, callbacks)
-
-
-def _train(config, strategy, callbacks):
-    began = time.monotonic()
     me = spec.from_environment()
+    own = os.path.join(config.run_dir, f"worker-{me.number if me else 0}")
+    with run_dir.claimed(config.run_dir) if chief else contextlib.nullcontext():
+        run_dir.make(own)
+        with logged(os.path.join(own, "log.txt")):
+            return _train(config, strategy, callbacks, me, own)
+
+
+def _train(config, strategy, callbacks, me, own):
+    began = time.monotonic()
     chief, replicas = strategy.extended.should_checkpoint, strategy.num_replicas_in_sync
     terminal = Terminal(silent=not chief, quiet=config.quiet)
     content = checkpoints.latest(config, terminal.result) if chief else None
     first_step = from_chief(me, checkpoint.from_bytes(content).step if content else 0)
     data = open_data(config, strategy, me, terminal.say, first_step)
     recorded = against.opened(config)
-    own = os.path.join(config.run_dir, f"worker-{me.number if me else 0}")
-    run_dir.make(own)
     steps_per_epoch = data.training.steps
     epochs = -(-config.steps // steps_per_epoch) if config.steps else config.epochs
     total_steps = config.steps or epochs * steps_per_epoch
@@ -111,7 +112,7 @@ def _train(config, strategy, callbacks):
     )
     lifeline.stacks = os.path.join(own, "log.txt") if "://" not in own else None
     try:
-        with logged(os.path.join(own, "log.txt")), faults.named(data, me), wishes.attended():
+        with faults.named(data, me), wishes.attended():
             model.fit(
                 data.training,
                 steps_per_epoch=steps_per_epoch,
@@ -214,8 +215,8 @@ def network(config, data):
     """The plain model. Raises UsageError."""
     try:
         return build(config.model, data.image_shape, len(data.manifest.classes))
-    except ValueError as error:
-        raise config_module.UsageError(f"--model={config.model}: {str(error).splitlines()[0]}") from None
+    except ModelError as error:  # what a user's function raises is theirs to see, with its traceback
+        raise config_module.UsageError(f"--model={config.model}: {str(error).removeprefix(f'{config.model}: ')}") from None
 
 
 def trainer(config, plain) -> Trainer:
@@ -263,6 +264,11 @@ def plan(config, data, replicas, steps_per_epoch, epochs):
     threads = f"{config.intra_op_threads} intra-op {'thread' if config.intra_op_threads == 1 else 'threads'}"
     an_epoch = f"{steps_per_epoch} steps (round({train.examples:,} / {config.global_batch_size}))"
     yield (f"{epochs} epoch{'s' * (epochs > 1)} of {an_epoch}; {threads} a worker (part of the run: the bits follow it)")
+    if config.global_batch_size > train.examples:
+        yield (
+            f"warning: --global_batch_size={config.global_batch_size} is more than the {train.examples:,} training examples: a "
+            "step sees some of them more than once"
+        )
 
 
 def configuration(config, manifest, replicas, me) -> dict:

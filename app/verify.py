@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 
-from app import differences, local_runs, verify_page, verify_rounding
+from app import differences, early, local_runs, verify_page, verify_rounding
 from app.config import Config, UsageError
 from app.terminal import listed, workers
 from app.verify_flags import VerifyFlags
@@ -42,9 +42,10 @@ def run(config: Config, flags: VerifyFlags) -> int:
     """Runs and compares. Returns 0 if all runs are one, 1 if they are not or one failed.
 
     Raises:
-      UsageError: if the directory is not verify's own.
+      UsageError: if the directory is not verify's own, or the data cannot be used.
       SystemExit: with 128 + n, after signal n.
     """
+    early.check(config)
     directory = fresh(flags.verify_dir)
     found = {"format": 1, "verdict": "RUNNING", "workers": flags.widths, "configuration": dataclasses.asdict(config)}
     _write(directory, found)

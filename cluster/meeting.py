@@ -15,6 +15,7 @@ TELL_EVERY_S = 5
 AGAIN_S = 0.3  # between two calls
 SURE_AFTER_S = 2  # another program that is still there so much later is no run that was just ending
 TELL_FOR_S = 2  # who cannot start stays so long to tell the workers that are still to come
+HOLDER_S = 1  # for who has the own address to say what it is
 REACH_S = 15  # for all to call all others, when all are there
 
 
@@ -150,11 +151,6 @@ class Meeting:
                 more = f"; and {len(self.waiting) - 8} more" if len(self.waiting) > 8 else ""
                 print(f"{prefix}waiting for {'; '.join(whom)}{more}", file=sys.stderr, flush=True)
 
-    async def say_soon(self) -> None:
-        """What is wrong, if it takes a moment to tell the others."""
-        await asyncio.sleep(1)
-        print(f"not starting: {self.found.problems[0]} (telling the others)", file=sys.stderr, flush=True)
-
     async def _open(self):
         """Listens at the own address, which may be a name that does not resolve yet; a problem if that cannot be."""
         mine = self.me.addresses[self.me.number]
@@ -179,9 +175,9 @@ class Meeting:
         return None
 
     async def _holder(self):
-        """Who listens at the own address."""
+        """Who listens at the own address, if it says so at once."""
         try:
-            async with asyncio.timeout(SURE_AFTER_S):
+            async with asyncio.timeout(HOLDER_S):
                 await greeting.call(self.me.addresses[self.me.number], self.me.number, self.hello)
         except Stranger as error:
             return str(error)

@@ -154,7 +154,6 @@ class _Chief(Meeting):
         while any(guest in self.here.values() for guest in guests) and await self.change(until):
             pass  # they leave when they have freed their addresses
         if self.verdict.problems and not self.verdict.missing:
-            self.start(self.say_soon())
             until = time.monotonic() + min(TELL_FOR_S, self.timeout_s)
             while not self.informed.issuperset(self.others) and await self.change(until):
                 pass
@@ -171,9 +170,10 @@ class _Worker(Meeting):
         while not self.verdict:
             if self.found.problems and until is None:
                 until = time.monotonic() + min(TELL_FOR_S, self.timeout_s)
-                self.start(self.say_soon())
             try:
-                _, reader, writer, _, _ = await self.call(0)
+                _, reader, writer, _, _ = await self._call_chief(
+                    until or self.deadline, self.waiting.get(chief, "no answer yet")
+                )
             except (Unreachable, OSError) as error:
                 self.waiting[chief] = str(error)
             else:
@@ -189,6 +189,19 @@ class _Worker(Meeting):
             if not self.verdict:
                 await self.change(time.monotonic() + AGAIN_S)
         return self.verdict
+
+    async def _call_chief(self, until, otherwise):
+        """`call`; given up then, or for a verdict or another problem: who is at that address may be silent for long."""
+        calling = asyncio.ensure_future(self.call(0))
+        calling.add_done_callback(self.changed)
+        problems = len(self.found.problems)
+        while not calling.done() and not self.verdict and len(self.found.problems) == problems:
+            if not await self.change(until):
+                break
+        if not calling.done():
+            calling.cancel()
+            raise Unreachable(otherwise)
+        return await calling
 
     async def _stay(self, reader, writer):
         """With the chief, until it leaves or has spoken."""

@@ -9,6 +9,10 @@ import importlib
 import re
 
 
+class ModelError(ValueError):
+    """A network that cannot be used: one line. What a user's own function raises is none."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Network:
     """An entry of the table.
@@ -107,11 +111,11 @@ def build(name: str, input_shape: tuple[int, int, int], classes: int):
     Returns:
       A keras.Model from images [batch, *input_shape] to logits [batch, classes], float32 under every dtype policy.
     Raises:
-      ValueError: in one line, if there is no such network, if it cannot take such images, or if a user's function gives
+      ModelError: in one line, if there is no such network, if it cannot take such images, or if a user's function gives
         something else. What that function itself raises is passed on.
     """
     if problem := check_name(name):
-        raise ValueError(problem)
+        raise ModelError(problem)
     from models import others  # imports Keras
 
     builder = NAMES[name].builder if name in NAMES else name

@@ -1,13 +1,11 @@
 """Networks that are not ours: those of keras.applications, and functions of the user's, checked before they are used."""
 
 import contextlib
-import importlib
 import inspect
-import os
-import re
-import sys
 
 import keras
+
+from models import ModelError, imported
 
 
 def application(name: str, input_shape, classes: int) -> keras.Model:
@@ -16,7 +14,7 @@ def application(name: str, input_shape, classes: int) -> keras.Model:
     Where the class scales its input and lets one choose, it does not: images arrive scaled.
 
     Raises:
-      ValueError: if it cannot take such images.
+      ModelError: if it cannot take such images.
     """
     builder = getattr(keras.applications, name.removeprefix("keras:"))
     scaling = {"include_preprocessing": False} if "include_preprocessing" in inspect.signature(builder).parameters else {}
@@ -30,43 +28,33 @@ def users(name: str, input_shape, classes: int) -> keras.Model:
     """The network of 'package.module:function', looked for in the current folder, on PYTHONPATH and in installed packages.
 
     Raises:
-      ValueError: if it cannot be imported or called, or what it returns is not a keras.Model from such images to float32
+      ModelError: if it cannot be imported or called, or what it returns is not a keras.Model from such images to float32
         logits [batch, classes]. What the function itself raises is passed on.
     """
-    module, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # importing runs the user's code
-        raise ValueError(f"{name}: cannot import it: {type(error).__name__}: {_first_line(error)}") from error
-    if not callable(function):
-        raise ValueError(f"{name}: is {type(function).__name__}, not a function")
-    try:
-        inspect.signature(function).bind(input_shape, classes)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name}: cannot be called with (input_shape, classes): {error}") from None
+    function = imported.function(name, ModelError)
+    if problem := imported.fits(function, input_shape, classes):
+        raise ModelError(f"{name}: cannot be called with (input_shape, classes): {problem}")
     model = function(input_shape, classes)
     if not isinstance(model, keras.Model):
-        raise ValueError(f"{name}: returned {type(model).__name__}, not a keras.Model")
+        raise ModelError(f"{name}: returned {type(model).__name__}, not a keras.Model")
     with one_line(name):
         outputs = model(keras.Input(input_shape))  # which builds a model that has not been called yet
     shapes = [tuple(output.shape) for output in keras.tree.flatten(outputs)]
     if shapes != [(None, classes)]:
-        raise ValueError(f"{name}: outputs {', '.join(map(_shown, shapes))}; expected logits {_shown((None, classes))}")
+        raise ModelError(f"{name}: outputs {', '.join(map(_shown, shapes))}; expected logits {_shown((None, classes))}")
     dtype = keras.tree.flatten(outputs)[0].dtype
     if dtype != "float32":
-        raise ValueError(f"{name}: outputs {dtype}; give the last layer dtype='float32', so that the loss is exact")
+        raise ModelError(f"{name}: outputs {dtype}; give the last layer dtype='float32', so that the loss is exact")
     return model
 
 
 @contextlib.contextmanager
 def one_line(name: str):
-    """Turns a ValueError, mostly Keras's, into one line that begins with the name of the network."""
+    """Turns a ValueError of Keras's into a ModelError: one line that begins with the name of the network."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{name}: {_first_line(error)}") from error
+        raise ModelError(f"{name}: {imported.first_line(error)}") from error
 
 
 def _with_float32_logits(model):
@@ -76,12 +64,6 @@ def _with_float32_logits(model):
     last = model.layers[-1]
     again = type(last).from_config({**last.get_config(), "dtype": "float32"})
     return keras.Model(model.inputs, again(last.input), name=model.name)
-
-
-def _first_line(error):
-    """What an error says in one line. Of an error in a layer that is the second: Keras puts the layer's name before it."""
-    lines = re.sub("\x1b\\[[0-9]*m", "", str(error)).splitlines()  # and has it printed in bold
-    return next((line for line in lines if line and not line.startswith("Exception encountered when calling")), "")
 
 
 def _shown(shape):

@@ -9,10 +9,12 @@ import socket
 import subprocess
 import sys
 import time
+import zipfile
 
+import numpy as np
 import pytest
 
-from app import command_line, config, schedules
+from app import command_line, config, manifest, schedules
 from cluster.launcher import free_addresses
 
 
@@ -35,6 +37,8 @@ def test_run_directories_differ_exactly_if_results_may():
     [
         (["--dataset=digit"], "did you mean digits"),
         (["--model=small_cn"], "did you mean small_cnn"),
+        (["--model=keras:Nothing"], "--model=keras:Nothing: network 'keras:Nothing' is unknown"),
+        (["--model=keras:Resnet50"], "did you mean keras:ResNet50?"),
         (["--epoch=3"], "--epochs"),
         (["--optimizer=sdg"], "did you mean sgd"),
         (["--workers=0"], "at least 1"),
@@ -64,8 +68,8 @@ TWO = ["127.0.0.1:{free}", "127.0.0.1:1"]
 TF_CONFIG = json.dumps({"cluster": {"worker": TWO}, "task": {"type": "worker", "index": 0}})
 KEYWORD = '{"cluster": {"master": ["a:1"]}, "task": {"type": "master", "index": 0}}'
 
-# name: (arguments, what the one line says, TF_CONFIG). {port} is taken, {free} is not; {tmp} has one file, and {run} a run
-# that is not finished.
+# name: (arguments, what the one line says, TF_CONFIG). {port} is taken, {free} is not; {tmp} has one file, a text, and a.keras,
+# {run} a run that is not finished, {lacking} and {cut} data that lacks a file, or a byte of it.
 MISTAKES = {
     "data set": ("--dataset=fashion_mnst", "--dataset=fashion_mnst is unknown; did you mean fashion_mnist?", None),
     "network": ("--model=resnet-50", "--model=resnet-50 is unknown; did you mean resnet50?", None),
@@ -91,8 +95,37 @@ MISTAKES = {
     "no run to evaluate": ("evaluate --run_dir={tmp}/none", "--run_dir={tmp}/none is no run", None),
     "something else to evaluate": ("evaluate --run_dir={tmp}", "--run_dir={tmp} is no run", None),
     "nothing to show": ("tensorboard --run_dir={tmp}/none", "--run_dir={tmp}/none is no directory", None),
+    "raw data": ("--dataset=mnist --data_dir={tmp}/none", "mnist: looked for train-images-idx3-ubyte, ", None),
+    "raw data of CIFAR": ("--workers=2 --dataset=cifar10 --data_dir={tmp}", "cifar10: looked for data_batch_1.bin, ", None),
+    "raw data, not named": ("--dry_run --dataset=cifar100", "--data_dir is not given", None),
+    "no folder": ("benchmark --data=real --dataset=folder --data_dir={tmp}/none", "folder: {tmp}/none is no folder", None),
+    "no folder of ImageNet": ("prepare --dataset=imagenet --data_dir={tmp}/none", "imagenet: {tmp}/none cannot be read", None),
+    "no files of ImageNet": (
+        "verify --steps=1 --dataset=imagenet --data_dir={tmp}",
+        "imagenet: looked for train-00000-of-... in {tmp}",
+        None,
+    ),
+    "raw data of seeds": ("repeat --dataset=mnist --data_dir={tmp}", "mnist: looked for ", None),
+    "raw data by workers": ("benchmark --data=real --scaling=1,2 --dataset=mnist --data_dir={tmp}", "mnist: looked for ", None),
+    "a module": ("--model=resnet50x:net", "--model=resnet50x:net: cannot import it: ModuleNotFoundError: No module", None),
+    "a data set's module": ("--dataset=no_such_module:load", "no_such_module:load: cannot import it: ", None),
+    "a shard": ("--prepared_dir={lacking}", "{lacking}/digits-64shards-seed0 cannot be used; remove the folder", None),
+    "a shard's size": ("--workers=2 --prepared_dir={cut}", "has 9 bytes; by the manifest it has 10", None),
+    "no model": ("evaluate --keras_file={tmp}/none.keras", "--keras_file={tmp}/none.keras does not exist", None),
+    "no model's file": ("evaluate --keras_file={tmp}/thesis.tex", "--keras_file={tmp}/thesis.tex is no model", None),
+    "a folder for predictions": (
+        "evaluate --keras_file={tmp}/a.keras --predictions={tmp}",
+        "--predictions={tmp} is a fol",
+        None,
+    ),
+    "nowhere for a picture": (
+        "evaluate --keras_file={tmp}/a.keras --confusion={tmp}/none/a.png",
+        "--confusion={tmp}/none/a.png: there is no folder {tmp}/none",
+        None,
+    ),
+    "a port that is taken": ("tensorboard --run_dir={tmp} --port={port}", "--port={port}: another program has it", None),
     "port to show it": ("tensorboard --run_dir={tmp} --port=99999", "--port=99999", None),
-    "something else there": ("--run_dir={tmp}", "--run_dir={tmp} holds something else (thesis.tex), and no run", None),
+    "something else there": ("--run_dir={tmp}", "--run_dir={tmp} holds something else (a.keras, thesis.tex), and no run", None),
     "a file there": ("--run_dir={tmp}/thesis.tex", "--run_dir={tmp}/thesis.tex cannot be used: Not a directory", None),
     "unfinished": ("--workers=2 --run_dir={run} --prepared_dir={tmp}", "--run_dir={run} holds this run, unfinished", None),
     "another run": ("--run_dir={run} --prepared_dir={tmp} --seed=2", "holds another run: seed is 1 there and 2 here", None),
@@ -120,19 +153,27 @@ MISTAKES = {
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
     """{name: (seconds, what the program did)} of all MISTAKES, two at a time. Whoever imports TensorFlow fails."""
-    tmp, run, stub = (tmp_path_factory.mktemp(name) for name in ("tmp", "run", "stub"))
+    tmp, run, stub, lacking, cut = (tmp_path_factory.mktemp(name) for name in ("tmp", "run", "stub", "lacking", "cut"))
     (tmp / "thesis.tex").write_text("")
     (stub / "tensorflow.py").write_text("raise RuntimeError('TensorFlow is imported')")
     (run / "config.json").write_text(json.dumps(dataclasses.asdict(command_line.parse(["--dataset=digits"])[0])))
     (run / "metrics.jsonl").write_text("{}")
+    with zipfile.ZipFile(tmp / "a.keras", "w") as archive:
+        for name in ("config.json", "model.weights.h5"):
+            archive.writestr(name, "")
+    shard = manifest.Split((manifest.Shard("train-0.tfrecord", 1, 10, "", np.zeros(1, np.int64)),))
+    for folder in (lacking, cut):
+        made = manifest.Manifest("digits", ("a",), None, "encoded", "x", (), (), 0, 0, shard, manifest.Split(()))
+        manifest.save(made, folder / "digits-64shards-seed0")
+    (cut / "digits-64shards-seed0" / "train-0.tfrecord").write_text("x" * 9)
     (free,) = (address.rpartition(":")[2] for address in free_addresses(1))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        names = {"{tmp}": str(tmp), "{run}": str(run), "{free}": free, "{port}": str(taken.getsockname()[1])}
+        names = {"tmp": tmp, "run": run, "lacking": lacking, "cut": cut, "free": free, "port": taken.getsockname()[1]}
 
         def filled(text):
-            return re.sub(r"\{(tmp|run|free|port)\}", lambda match: names[match[0]], text)
+            return re.sub(r"\{(\w+)\}", lambda match: str(names[match[1]]), text)
 
         def answer(mistake):
             arguments, says, tf_config = mistake

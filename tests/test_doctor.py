@@ -80,6 +80,55 @@ def test_shards_that_are_missing_are_found_before_the_start(tmp_path):
     assert doctor.card(settings).problems == []  # training looks when it opens them
 
 
+def test_imagenet_is_looked_for_where_it_lies(tmp_path):
+    raw = tmp_path / "raw"
+    settings, _ = command_line.parse(["--dataset=imagenet", f"--data_dir={raw}", f"--prepared_dir={tmp_path}"])
+    made = doctor.card(settings, thorough=True)
+    assert (made.problems, made.about["data"]) == (
+        [f"imagenet: {raw} cannot be read: No such file or directory; --data_dir names the folder"],
+        "not found",
+    )
+    raw.mkdir()
+    names = [f"{part}-{i:05d}-of-{of:05d}" for part, of in (("train", 3), ("validation", 2)) for i in range(of)]
+    for name in names:
+        (raw / name).write_bytes(b"x" * 10)
+    made = doctor.card(settings, thorough=True)
+    assert (made.problems, made.about["data"]) == ([], "3 + 2 files, not read yet")
+    shards = [manifest.Shard(str(raw / name), 4, 10, "", np.zeros(4, np.int64)) for name in names]
+    splits = manifest.Split(tuple(shards[:3])), manifest.Split(tuple(shards[3:]))
+    manifest.save(
+        manifest.Manifest("imagenet", ("a",), None, "encoded", "x", (), (), 0, 0, *splits), tmp_path / "imagenet" / "manifest"
+    )
+    assert doctor.card(settings, thorough=True).about["data"] == "12 + 8"
+    (raw / names[0]).write_bytes(b"x" * 11)  # another file
+    assert doctor.card(settings, thorough=True).about["data"] == "3 + 2 files, not read yet"
+    (raw / names[0]).unlink()
+    made = doctor.card(settings, thorough=True)
+    assert made.about["data"] == "not found" and "lacks train-00000-of-00003; expected 3 train files" in made.problems[0]
+
+
+def test_a_worker_without_data_is_told_to_all_before_tensorflow_starts(tmp_path):
+    (tmp_path / "tensorflow.py").write_text("raise RuntimeError('TensorFlow is imported')")
+    flags = ["train", "--dataset=mnist", f"--data_dir={tmp_path}/none", f"--prepared_dir={tmp_path}/p"]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "app", *flags],
+            env={**os.environ, "TF_CONFIG": tf_config, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}"},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for tf_config in spec.local_cluster(free_addresses(2))
+    ]
+    for process in processes:
+        for line in process.communicate(timeout=60)[0].splitlines():  # its own, or that of both
+            assert re.match(
+                r"error: worker number [01] \(127\.0\.0\.1:\d+\): mnist: looked for train-images-idx3-ubyte, ", line
+            )
+        assert process.returncode == 2
+
+
 @pytest.mark.parametrize(
     ("installed", "wanted", "fits"),
     [("2.21.0", "==2.21.*", True), ("2.2.1", "==2.21.*", False), ("2.10", ">=2.9", True), ("2.1", ">=2.1.1", False)],

@@ -88,6 +88,12 @@ def test_trained_parameters_are_those_of_the_table_of_networks(dry_run, tmp_path
     lines = dry_run(*flags, "--steps=7", "--schedule=step", "--schedule_unit=steps", "--boundaries=3,5")
     assert any(line.endswith(f"parameters, {network.parameters:,} of them trained") for line in lines)
     assert "7 epochs of 1 steps" in "\n".join(lines)
+    assert not any(line.startswith("warning") for line in lines)
+    batch = "--global_batch_size=256"
+    assert (
+        "warning: --global_batch_size=256 is more than the 128 training examples: a step sees some of them more than once"
+        in dry_run(*flags, "--logical_replicas=4", batch)
+    )
     assert rates(lines) == pytest.approx({0: 0.1, 3: 0.01, 5: 0.001, 6: 0.001})
 
 
@@ -98,7 +104,6 @@ def test_trained_parameters_are_those_of_the_table_of_networks(dry_run, tmp_path
         (["--dataset=digits", "--run_dir={tmp_path}"], 1, "holds something else"),
         (["--dataset=mnist", "--data_dir={tmp_path}", "--prepared_dir={tmp_path}/p"], 1, "train-images-idx3-ubyte"),
         (["--dataset=digits", "--model=resnet50x:net"], 1, "--model=resnet50x:net"),
-        (["--dataset=digits", "--model=keras:Nothing"], 1, "--model=keras:Nothing"),
     ],
 )
 def test_what_would_stop_the_training_is_told_in_one_line(tensorflow, tmp_path, flags, workers, says):

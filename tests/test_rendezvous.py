@@ -241,6 +241,17 @@ def test_an_own_port_that_another_program_has_is_told_to_all(index):
             ) or (index == 0 and "another program is there" in lines[0])
 
 
+@pytest.mark.parametrize("index", [0, 1])
+def test_an_own_port_that_a_silent_program_has_is_told_to_both_in_one_line_within_seconds(capsys, index):
+    cluster, began = members(free_addresses(2)), time.monotonic()
+    with program_at(cluster[0].addresses[index]):
+        for lines in together(*each(cluster)):
+            assert len(lines) == 1
+            assert f"worker {index} cannot open its address {cluster[0].addresses[index]}: Address already in use: " in lines[0]
+    assert time.monotonic() - began < 4
+    assert "not starting" not in capsys.readouterr().err
+
+
 def test_an_own_address_of_another_machine_is_told_to_all():
     ours = free_addresses(2)
     cluster = members([ours[0], "192.0.2.1:2222", ours[1]])  # an address for documentation, RFC 5737

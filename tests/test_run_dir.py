@@ -69,6 +69,7 @@ def test_the_chief_writes_what_is_global_and_each_worker_its_own_folder(main_job
     assert process["train"] == process["validation"] == process["worker-0"] != process["worker-1"]
     log = (directory / "worker-0" / "log.txt").read_text().splitlines()
     assert len(log) > 40
+    assert any(line.startswith("global batch 128 = 4 logical replicas") for line in log)  # the plan too
     assert set(log) <= {line.removeprefix("[0] ") for line in output.splitlines()}
     assert (directory / "worker-1" / "log.txt").read_text() == ""  # it had nothing to say
 
@@ -227,6 +228,18 @@ def test_a_run_that_has_trained_is_refused_until_it_can_be_resumed_and_one_that_
         run_dir.finished(configured(tmp_path / "3"))
     assert run_dir.finished(configured(tmp_path / "not" / "there")) is None
     assert not (tmp_path / "not").exists()
+
+
+@pytest.mark.parametrize("why", ["Is a directory", "it is no text"])
+def test_metrics_that_cannot_be_read_are_told_in_one_line(tmp_path, why):
+    leave(tmp_path, {"config.json": configured(tmp_path)})
+    if why == "Is a directory":
+        (tmp_path / "metrics.jsonl").mkdir()
+    else:
+        (tmp_path / "metrics.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError) as error:
+        run_dir.finished(configured(tmp_path))
+    assert str(error.value) == f"--run_dir={tmp_path}: metrics.jsonl cannot be read ({why}): name a new directory"
 
 
 @contextlib.contextmanager

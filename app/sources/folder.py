@@ -53,7 +53,7 @@ def folder(name: str, data_dir: str) -> Source:
     """
     root = pathlib.Path(data_dir)
     if not data_dir or not root.is_dir():
-        raise SourceError(f"{name}: {f'{root} is no folder' if data_dir else 'where is it?'} Give --data_dir")
+        raise SourceError(f"{name}: {f'{root} is no folder' if data_dir else 'where is it'}; give --data_dir")
     if (root / "train").is_dir():
         train = _classes(root, "train")
         held_out = next((part for part in ("test", "val", "validation") if (root / part).is_dir()), None)

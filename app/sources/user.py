@@ -6,15 +6,13 @@ or [n, height, width, channels]; labels are whole numbers from 0, [n] or [n, 1].
 and must get the same examples in the same order.
 """
 
-import importlib
-import inspect
-import os
 import sys
 
 import numpy as np
 
 from app.sources import Source, SourceError
 from app.sources.arrays import Arrays
+from models import imported
 
 MOST_BYTES = 4 << 30  # of a tf.data.Dataset's images, which are all held in memory
 MOST_CLASSES = 100_000  # larger labels are numbers of something else
@@ -42,22 +40,10 @@ def user(name: str, data_dir: str) -> Source:
 
 
 def _called(name, data_dir):
-    module, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # importing runs the user's code
-        text = next(iter(str(error).splitlines()), "")
-        raise SourceError(f"{name}: cannot import it: {type(error).__name__}: {text}") from error
-    if not callable(function):
-        raise SourceError(f"{name}: is {type(function).__name__}, not a function")
-    try:
-        signature = inspect.signature(function)
-        keywords = {"data_dir": data_dir} if "data_dir" in signature.parameters else {}
-        signature.bind(**keywords)
-    except (TypeError, ValueError) as error:
-        raise SourceError(f"{name}: can be called with nothing but data_dir: {error}") from None
+    function = imported.function(name, SourceError)
+    keywords = {"data_dir": data_dir} if imported.takes(function, "data_dir") else {}
+    if problem := imported.fits(function, **keywords):
+        raise SourceError(f"{name}: can be called with nothing but data_dir: {problem}")
     return function(**keywords)
 
 
