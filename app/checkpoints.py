@@ -6,6 +6,7 @@ The chief alone writes them, and reads them at a start: it sends the state to th
 or not at all; what cannot be written is told, and leaves the one before as it was.
 """
 
+import contextlib
 import os
 import re
 import threading
@@ -146,7 +147,7 @@ def listed(directory: str) -> list[tuple[int, str]]:
 
 
 def latest(config: Config, say) -> bytes | None:
-    """The content of the last whole checkpoint of this very run; one that is not is passed over, in a line that names it."""
+    """The content of the last whole checkpoint of this very run; one that is not is set aside, in a line that names it."""
     directory = os.path.join(config.run_dir, "checkpoints")
     for _, name in listed(directory):
         path = os.path.join(directory, name)
@@ -158,5 +159,7 @@ def latest(config: Config, say) -> bytes | None:
             return content
         except (checkpoint.Damaged, OSError, tf.errors.OpError) as error:
             reason = getattr(error, "message", str(error)).splitlines()[0]
-            say(f"warning: {path} is passed over: {reason}")
+            say(f"warning: {path} is passed over, and renamed to {name}.unusable: {reason}")
+            with contextlib.suppress(tf.errors.OpError):
+                tf.io.gfile.rename(path, f"{path}.unusable", overwrite=True)  # it would be taken for the latest
     return None

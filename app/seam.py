@@ -12,23 +12,28 @@ from tensorboard.compat.proto.event_pb2 import Event
 from cluster.checkpoint import Checkpoint
 
 
-def cut(config, resume: Checkpoint, chief: bool, worker: int, workers: int):
+def cut(config, resume: Checkpoint | None, chief: bool, worker: int, workers: int):
     """Cuts the run's files to the checkpoint; every worker its own, the chief what is global and what nobody owns now.
 
     Args:
-      config: of the run; resume: where it goes on; worker, workers: this process's number, and how many there are.
+      config: of the run; resume: where it goes on; None: it begins anew, where an earlier start may have left something.
+      worker, workers: this process's number, and how many there are.
     """
-    evaluated_at = next(state["evaluated_at"] for name, state in resume.facts["callbacks"] if name == "Monitor")
+    step, epoch, evaluated_at = -1, -1, -1
+    if resume:
+        step, epoch = resume.step, resume.epoch
+        found = next(state["evaluated_at"] for name, state in resume.facts["callbacks"] if name == "Monitor")
+        evaluated_at = -1 if found is None else found
     own = [f"worker-{worker}"]
     if chief:
-        for name, lines in resume.facts["lines"].items():
+        for name, lines in resume.facts["lines"].items() if resume else ():
             cut_lines(os.path.join(config.run_dir, name), lines)
         names = tf.io.gfile.listdir(config.run_dir)
         own += [n for name in names if (n := name.rstrip("/")).startswith("worker-") and int(n[7:]) >= workers]
-        cut_events(os.path.join(config.run_dir, "train"), resume.step, resume.epoch)
-        cut_events(os.path.join(config.run_dir, "validation"), -1 if evaluated_at is None else evaluated_at, resume.epoch)
+        cut_events(os.path.join(config.run_dir, "train"), step, epoch)
+        cut_events(os.path.join(config.run_dir, "validation"), evaluated_at, epoch)
     for name in own:
-        cut_events(os.path.join(config.run_dir, name), resume.step, resume.epoch)
+        cut_events(os.path.join(config.run_dir, name), step, epoch)
 
 
 def cut_lines(path: str, lines: int):

@@ -34,6 +34,11 @@ NO_RESULT = {
     "steps_per_execution",
     "communication",
     "start_timeout_s",
+    "checkpoint_every_steps",
+    "checkpoint_every_min",
+    "keep_checkpoints",
+    "max_skipped_steps",
+    "step_timeout_s",
     "run_dir",
     "tensorboard",
     "log_every_steps",
@@ -58,8 +63,11 @@ def test_a_run_leaves_these_files_and_nothing_else(main_job):
     documents = ["config.json", "metrics.csv", "metrics.jsonl", "model.keras", "summary.json"]
     if json.loads((directory / "config.json").read_text()).get("fingerprint_every"):
         documents.append("fingerprints.jsonl")
-    assert sorted(left) == sorted([*documents, *events, "worker-0/log.txt", "worker-1/log.txt"])
-    assert sorted(path.name for path in directory.iterdir() if path.is_dir()) == ["train", "validation", "worker-0", "worker-1"]
+    checkpoints = [name for name in left if re.fullmatch(r"checkpoints/step-\d{8}\.npz", name)]
+    assert 2 <= len(checkpoints) <= 3 and "checkpoints/step-00000440.npz" in checkpoints  # the last two, and the best
+    assert sorted(left) == sorted([*documents, *events, *checkpoints, "worker-0/log.txt", "worker-1/log.txt"])
+    folders = ["checkpoints", "train", "validation", "worker-0", "worker-1"]
+    assert sorted(path.name for path in directory.iterdir() if path.is_dir()) == folders
 
 
 def test_the_chief_writes_what_is_global_and_each_worker_its_own_folder(main_job):
@@ -215,7 +223,7 @@ def test_a_directory_with_something_else_is_refused_and_not_touched(tmp_path, fi
     assert files_of(tmp_path) == before
 
 
-def test_a_run_that_has_trained_is_refused_until_it_can_be_resumed_and_one_that_has_not_is_taken(tmp_path):
+def test_an_unfinished_run_is_taken_up_whether_it_has_trained_or_not(tmp_path):
     config = configured(tmp_path)
     started = {"config.json": config, "metrics.jsonl": "", "metrics.csv": "", "worker-0/log.txt": "", "train/events": "x"}
     for number, files in enumerate([{}, {"worker-0/log.txt": ""}, {"config.json.tmp": "{", "worker-1/events": "x"}, started]):
@@ -224,8 +232,7 @@ def test_a_run_that_has_trained_is_refused_until_it_can_be_resumed_and_one_that_
         leave(folder, files)
         assert run_dir.finished(configured(folder)) is None
     leave(tmp_path / "3", {"metrics.jsonl": '{"event": "step", "step": 1}\n'})
-    with pytest.raises(UsageError, match="unfinished.*delete the directory, or name another$"):
-        run_dir.finished(configured(tmp_path / "3"))
+    assert run_dir.finished(configured(tmp_path / "3")) is None
     assert run_dir.finished(configured(tmp_path / "not" / "there")) is None
     assert not (tmp_path / "not").exists()
 
