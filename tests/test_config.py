@@ -127,7 +127,6 @@ MISTAKES = {
     "port to show it": ("tensorboard --run_dir={tmp} --port=99999", "--port=99999", None),
     "something else there": ("--run_dir={tmp}", "--run_dir={tmp} holds something else (a.keras, thesis.tex), and no run", None),
     "a file there": ("--run_dir={tmp}/thesis.tex", "--run_dir={tmp}/thesis.tex cannot be used: Not a directory", None),
-    "unfinished": ("--workers=2 --run_dir={run} --prepared_dir={tmp}", "--run_dir={run} holds this run, unfinished", None),
     "another run": ("--run_dir={run} --prepared_dir={tmp} --seed=2", "holds another run: seed is 1 there and 2 here", None),
     "dry run of nothing": ("--dry_run --dataset=digit", "did you mean digits?", None),
     "hosts without index": ("--worker_hosts=a:1,b:2", "--worker_hosts=a:1,b:2 needs --task_index", None),
