@@ -11,7 +11,7 @@ import sys
 import app
 from app import benchmark_flags, command_line, config, doctor, early, run_dir, startup, verify_flags
 from app.config import UsageError
-from cluster import launcher, preflight, quiet, spec
+from cluster import launcher, preflight, quiet, spec, tree
 
 USAGE = """usage: ./run.sh [command] [flags]
 
@@ -298,7 +298,12 @@ def _on_workers(command, settings, options, part, reads=True):
     flags += options.own.to_flags() if options.own else []
     startup.pass_on(startup.process_began())
     own = [*program, command, "--flagfile=", *settings.to_flags(), *flags]  # no recipe: it has been read
-    return launcher.run(own, workers)
+    fewer = None
+    if options.min_workers:
+        fewer = lambda left: max(  # noqa: E731
+            (n for n in tree.divisors(settings.logical_replicas) if options.min_workers <= n <= left), default=0
+        )
+    return launcher.run(own, workers, options.max_restarts, fewer, lambda: run_dir.checkpointed(settings.run_dir))
 
 
 def _settle(settings):

@@ -19,6 +19,8 @@ _CLUSTER = {
     "workers": "start so many worker processes on this machine; default: this process alone",
     "worker_hosts": "addresses of all workers, host:port,host:port, on several machines (instead of TF_CONFIG)",
     "task_index": "which of them this process is, from 0",
+    "max_restarts": "with --workers: start all again from the last checkpoint, so often, when one dies or fails [0]",
+    "min_workers": "with --max_restarts: do not replace the dead, but go on with at least so many; default: replace them",
 }
 _WIDTH, _COLUMN = 128, 28
 
@@ -30,6 +32,7 @@ class Options:
     Attributes:
       workers: of a cluster on this machine, or None.
       worker_hosts, task_index: of a cluster of several machines; "" and None.
+      max_restarts, min_workers: of a cluster on this machine; 0 and None.
       recipe: the file of flags that the Config is based on, relative to the project's folder; "" if there is none.
       extra: {further flag of the command: text, or ""}.
       own: the command's own flags as an object, or None.
@@ -38,6 +41,8 @@ class Options:
     workers: int | None
     worker_hosts: str
     task_index: int | None
+    max_restarts: int
+    min_workers: int | None
     recipe: str
     extra: dict[str, str]
     own: object = None
@@ -71,6 +76,7 @@ def parse(
     problems = []
     if given.workers is not None and given.workers < 1:
         problems.append(f"--workers={given.workers}: at least 1")
+    problems += _restart_problems(given)
     try:
         config = config_module.resolved({f.name: getattr(given, f.name) for f in dataclasses.fields(Config)})
     except UsageError as error:
@@ -83,11 +89,24 @@ def parse(
         given.workers,
         given.worker_hosts or "",
         given.task_index,
+        given.max_restarts or 0,
+        given.min_workers,
         ", ".join(str(pathlib.Path(file).resolve()).removeprefix(f"{ROOT}/") for file in files if file),
         {name: getattr(given, name) or "" for name in extra},
         own,
     )
     return config, options
+
+
+def _restart_problems(given):
+    if given.max_restarts is not None and given.max_restarts < 0:
+        yield f"--max_restarts={given.max_restarts}: at least 0"
+    if given.max_restarts and given.workers is None:
+        yield f"--max_restarts={given.max_restarts} is for --workers; elsewhere the scheduler starts workers again"
+    if given.min_workers is not None and not 1 <= given.min_workers <= (given.workers or 0):
+        yield f"--min_workers={given.min_workers}: from 1 to --workers"
+    elif given.min_workers and not given.max_restarts:
+        yield f"--min_workers={given.min_workers} needs --max_restarts"
 
 
 def help_text() -> str:

@@ -66,6 +66,11 @@ def finished(config: Config) -> str | None:
     return None  # it goes on from its last checkpoint, or begins anew
 
 
+def checkpointed(directory: str) -> list[str] | None:
+    """The names of its checkpoints; None for a directory that is not on this machine."""
+    return None if "://" in directory else sorted(_files(os.path.join(directory, "checkpoints")))
+
+
 def own_modules(config: Config) -> dict[str, str]:
     """{module: its file} of the user's own that --dataset and --model name as package.module:function."""
     found = {}

@@ -22,18 +22,49 @@ from cluster import spec, wishes
 _GRACE_S = 10  # for the others to finish, after the first worker has ended well
 
 
-def run(command: list[str], workers: int) -> int:
+def run(command: list[str], workers: int, restarts: int = 0, fewer=None, progress=None) -> int:
     """Runs `command` as each of `workers` processes on 127.0.0.1, until all have ended.
 
     Args:
       command: program and arguments, the same for all.
       workers: how many; one is a cluster too.
+      restarts: start the cluster again so often when a worker has died or failed; not for a mistake of the user's (status 2),
+        after a signal to this process, or when two starts in a row have ended without progress.
+      fewer: maps how many workers are left to how many a restart has, 0 for none; None: as many as before.
+      progress: what has been reached, a function of no arguments whose value changes with it; None, or its None: not known.
     Returns:
       0 if all ended well; 75 if they have stopped to be resumed; else the status of the first that failed (128 + n if signal n
       ended it), or 128 + n if signal n ended the launcher. No process is left in any case.
     """
-    wanted = []  # the signal that asks us to end
+    wanted = []  # the signals that ask us to end
     previous = {s: signal.signal(s, lambda number, _: wanted.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        fruitless, reached = 0, progress and progress()
+        for left in range(restarts, -1, -1):
+            status, lost = _run_once(command, workers, wanted)
+            if status in (0, 2, wishes.RESUMABLE) or wanted or not left:
+                return status
+            now = progress and progress()
+            fruitless = fruitless + 1 if now is not None and now == reached else 0
+            reached = now
+            if fruitless == 2:
+                _say("two starts in a row have ended without progress: not starting again")
+                return status
+            workers = fewer(workers - lost) if fewer else workers
+            if not workers:
+                _say("too few workers are left: not starting again")
+                return status
+            _say(
+                f"starting again with {workers} {'worker' if workers == 1 else 'workers'} ({left} of {restarts} restarts left)"
+            )
+        return status
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _run_once(command, workers, wanted):
+    """One cluster, from start to end: (status, how many workers have died or failed by themselves)."""
     processes, readers = [], []
     try:
         gpus = visible_gpus()
@@ -53,14 +84,15 @@ def run(command: list[str], workers: int) -> int:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches the launcher alone, which then ends all
+                start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on
                 preexec_fn=_die_with_parent,
             )
             processes.append(process)
             relay = (process.stdout, f"[{number}] ", wanted)
             readers.append(threading.Thread(target=_relay, args=relay, daemon=True))
             readers[-1].start()
-        return _wait(processes, wanted)
+        status = _wait(processes, wanted)
+        return status, sum(p.poll() not in (None, 0, wishes.RESUMABLE) for p in processes)
     finally:
         for process in processes:
             if process.poll() is None:
@@ -69,8 +101,6 @@ def run(command: list[str], workers: int) -> int:
         for process, reader in zip(processes, readers, strict=False):
             process.wait()
             reader.join(timeout=2)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _wait(processes, wanted) -> int:

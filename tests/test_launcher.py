@@ -20,6 +20,7 @@ from cluster import greeting, preflight, spec
 from cluster.launcher import free_addresses
 
 IN_TIME_S = 5
+STOPPED_S = 10  # after a step's end, with a checkpoint
 
 
 class Launched:
@@ -102,7 +103,7 @@ def test_the_first_failure_ends_all_and_gives_the_status(script, what, status, s
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_launcher_ends_workers_that_ignore_it(script, number):
+def test_a_second_signal_to_the_launcher_ends_workers_that_ignore_the_first(script, number):
     program = script("""
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_IGN)
@@ -112,8 +113,27 @@ def test_a_signal_to_the_launcher_ends_workers_that_ignore_it(script, number):
     run = Launched("cluster.launcher", "--workers=2", program)
     run.wait_for("up")
     run.send(number)
+    time.sleep(1)
+    assert len(processes_left()) == 3  # a worker that trains would stop after its step, with a checkpoint
+    run.send(number)
     assert run.end(within=IN_TIME_S) == 128 + number
     assert processes_left() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_reaches_every_worker(script, number):
+    program = script("""
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, lambda number, _: (print("got", number, flush=True), sys.exit(75)))
+        print("up", flush=True)
+        time.sleep(300)
+    """)
+    run = Launched("cluster.launcher", "--workers=2", program)
+    run.wait_for("up")
+    run.wait_for("up")
+    run.send(number)
+    assert run.end(within=IN_TIME_S) == 75
+    assert sorted(line for line in run.lines if "got" in line) == [f"[{i}] got {int(number)}\n" for i in (0, 1)]
 
 
 def test_a_launcher_that_is_killed_takes_its_workers_along(script):
@@ -174,12 +194,19 @@ def end_by_killing(run, worker):
 
 def end_by_signal(run, number):
     run.send(number)
-    assert run.end(within=IN_TIME_S) == 128 + number
+    assert run.end(within=STOPPED_S) == 75
+    assert "the same command goes on from there" in "".join(run.lines)
 
 
 def end_by_signal_to_a_worker(run, number):
     os.kill(worker_pids()[1], number)
-    assert run.end(within=IN_TIME_S) == 128 + number
+    assert run.end(within=STOPPED_S) == 75
+
+
+def end_by_two_signals(run, number):
+    run.send(number)
+    run.send(number)
+    assert run.end(within=IN_TIME_S) in (75, 128 + number)  # the step may end in between
 
 
 ENDINGS = {
@@ -188,6 +215,7 @@ ENDINGS = {
     "kill -9 of the chief": lambda run: end_by_killing(run, 0),
     "SIGTERM": lambda run: end_by_signal(run, signal.SIGTERM),
     "SIGTERM to a worker": lambda run: end_by_signal_to_a_worker(run, signal.SIGTERM),
+    "Ctrl-C twice": lambda run: end_by_two_signals(run, signal.SIGINT),
 }
 
 
