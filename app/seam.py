@@ -67,8 +67,8 @@ def _records(path):
     """The whole records of a file, and whether there is nothing else: a process that was killed may leave half of one."""
     found = []
     try:
-        for record in tf.compat.v1.io.tf_record_iterator(path):
-            found.append(record)
+        for record in tf.data.TFRecordDataset(path):
+            found.append(record.numpy())
     except tf.errors.DataLossError:
         return found, False
     return found, True

@@ -42,7 +42,8 @@ def run(command: list[str], workers: int, restarts: int = 0, fewer=None, progres
         fruitless, reached = 0, progress and progress()
         for left in range(restarts, -1, -1):
             status, lost = _run_once(command, workers, wanted)
-            if status in (0, 2, wishes.RESUMABLE) or wanted or not left:
+            asked = status == wishes.RESUMABLE and not lost  # somebody asked a worker to stop
+            if status in (0, 2) or asked or wanted or not left:
                 return status
             now = progress and progress()
             fruitless = fruitless + 1 if now is not None and now == reached else 0
@@ -91,8 +92,8 @@ def _run_once(command, workers, wanted):
             relay = (process.stdout, f"[{number}] ", wanted)
             readers.append(threading.Thread(target=_relay, args=relay, daemon=True))
             readers[-1].start()
-        status = _wait(processes, wanted)
-        return status, sum(p.poll() not in (None, 0, wishes.RESUMABLE) for p in processes)
+        status, hanging = _wait(processes, wanted)
+        return status, hanging + sum(p.poll() not in (None, 0, wishes.RESUMABLE) for p in processes)
     finally:
         for process in processes:
             if process.poll() is None:
@@ -103,8 +104,8 @@ def _run_once(command, workers, wanted):
             reader.join(timeout=2)
 
 
-def _wait(processes, wanted) -> int:
-    """Until all have ended, one has failed, or a second signal came. Returns the exit status.
+def _wait(processes, wanted) -> tuple[int, int]:
+    """Until all have ended, one has failed, or a second signal came: the exit status, and how many stayed after the others.
 
     A first signal is passed on: a worker that trains stops after its step, with a checkpoint; another ends at once.
     """
@@ -115,7 +116,7 @@ def _wait(processes, wanted) -> int:
             name = signal.Signals(wanted[-1]).name
             if told > 1 or wanted[-1] == signal.SIGPIPE:
                 print(f"\n{name}: ending {len(processes)} workers", file=sys.stderr, flush=True)
-                return 128 + wanted[-1]
+                return 128 + wanted[-1], 0
             for process in processes:
                 if process.poll() is None:
                     process.send_signal(wanted[-1])
@@ -123,19 +124,19 @@ def _wait(processes, wanted) -> int:
         for number, status in enumerate(statuses):
             if status and status != wishes.RESUMABLE:
                 if wanted:
-                    return 128 + wanted[0]
+                    return 128 + wanted[0], 0
                 name = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"failed with status {status}"
                 if len(processes) > 1:
                     _say(f"worker {number} {name}; ending the others")
-                return 128 - status if status < 0 else status
+                return 128 - status if status < 0 else status, 0
         if None not in statuses:
-            return max(statuses)
+            return max(statuses), 0
         if set(statuses) != {None} and deadline is None:
             deadline = time.monotonic() + _GRACE_S
         if deadline and time.monotonic() > deadline:
             still = [number for number, status in enumerate(statuses) if status is None]
             _say(f"workers {still} did not end with the others; ending them")
-            return 1
+            return max([status for status in statuses if status] or [1]), len(still)
         time.sleep(0.05)
 
 

@@ -19,6 +19,7 @@ import time
 from cluster import agreement, wishes
 
 _EVERY_S = 1.0
+_VERDICT_S = 5.0
 _doing, _since = None, time.monotonic()
 
 stacks = None  # path of a file for the stacks of a worker that hangs; None: standard error
@@ -87,7 +88,7 @@ class Lifeline:
                 for key, _ in selector.select(_EVERY_S):
                     self._read(key.fileobj, selector)
                 self._send({"worker": self._me.number, "doing": _doing, "age": time.monotonic() - _since})
-                self._look_for_silence()
+                self._look_for_silence(self._timeout)
                 self._look_at_myself()
 
     def _watch_all(self):
@@ -102,7 +103,7 @@ class Lifeline:
                     else:
                         self._read(key.fileobj, selector)
                 self._send({"remedy": remedy})
-                self._look_for_silence()
+                self._look_for_silence(self._timeout)
                 self._look_at_myself()
 
     def _add(self, connection, name, address):
@@ -148,10 +149,10 @@ class Lifeline:
                 with contextlib.suppress(OSError):
                     connection.sendall(line)
 
-    def _look_for_silence(self):
+    def _look_for_silence(self, longest):
         for peer in list(self._peers.values()):
             silent = time.monotonic() - peer["heard"]
-            if peer["name"] and not peer["bye"] and silent > self._timeout:
+            if peer["name"] and not peer["bye"] and silent > longest:
                 self._over(f"{peer['name']} ({peer['address']}) has given no sign of life for {silent:.0f} s, {_shown(peer)}")
 
     def _look_at_myself(self):
@@ -179,9 +180,16 @@ class Lifeline:
         self._end(wishes.RESUMABLE)
         os._exit(wishes.RESUMABLE)
 
-    def explains(self, seconds: float):
-        """Waits so long for another worker's end as the reason of an error here. If it comes, the process ends in here."""
-        if self._me and self._me.workers > 1 and self._ending.wait(seconds):
+    def explains(self):
+        """Waits a little for another worker's end as the reason of an error here. If it is, the process ends in here.
+
+        TensorFlow's own heartbeats miss a stopped worker after some ten seconds, and its collectives fail then.
+        """
+        if self._me is None or self._me.workers == 1:
+            return
+        if not self._ending.wait(_VERDICT_S if self._me.is_chief else 2 * _VERDICT_S):  # the chief's goes to the others
+            self._look_for_silence(_VERDICT_S)
+        elif not self._leaving:
             time.sleep(60)
 
 

@@ -115,7 +115,7 @@ def run(
             agreement.leave_together(me)
     except spec.ClusterError as error:
         if line and isinstance(error, agreement.Lost):
-            line.explains(5)
+            line.explains()
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         status = 2
@@ -124,7 +124,7 @@ def run(
         status = 128 + signal.SIGPIPE
     except BaseException as error:
         if line and isinstance(error, tf.errors.OpError):
-            line.explains(5)  # an error of a collective, if another worker is gone
+            line.explains()  # an error of a collective, if another worker is gone
         traceback.print_exc()
         if line:
             line.failed(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}")
