@@ -14,7 +14,7 @@ class EvaluateAt(keras.callbacks.Callback):
     """Evaluates in the middle of training; every worker has to have it, since an evaluation is all workers' work.
 
     It leaves the epoch's own metrics alone. With several steps an execution it evaluates after the execution in which a
-    wanted step lies.
+    wanted step lies. One that a stop has cut short is made at the beginning of the resumed run.
 
     Args:
       data: what `evaluate` takes; None: never.
@@ -39,19 +39,32 @@ class EvaluateAt(keras.callbacks.Callback):
         if self._at_start and self._data is not None and not self._done:  # a resumed run has done it
             self._evaluate()
 
+    def get_state(self):
+        return {"done": self._done}
+
+    def set_state(self, state):
+        self._done = state["done"]
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._evaluate_if_due()
+
     def on_train_batch_end(self, batch, logs=None):
+        self._evaluate_if_due()
+
+    def _evaluate_if_due(self):
         passed = range(self._done + 1, self.model.step + 1)
-        self._done = self.model.step
         if self._data is not None and any(s in self._steps or (self._every and s % self._every == 0) for s in passed):
             self._evaluate()
+        self._done = self.model.step  # not before: a stop in the evaluation is to leave it to be made
 
     def _evaluate(self):
         began = time.monotonic()
         logs = self.model.evaluate(self._data, verbose=0, return_dict=True)
-        self.seen.append((self._done, logs))
+        step = self.model.step
+        self.seen.append((step, logs))
         numbers = "  ".join(f"{name} {value:.4f}" for name, value in logs.items())
-        self._tell(logs, self._done, time.monotonic() - began)
-        self._say(f"step {self._done}  held out: {numbers}  [{self.model.examples_evaluated} examples]")
+        self._tell(logs, step, time.monotonic() - began)
+        self._say(f"step {step}  held out: {numbers}  [{self.model.examples_evaluated} examples]")
 
 
 class Skipped(keras.callbacks.Callback):

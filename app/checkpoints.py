@@ -44,7 +44,7 @@ class Checkpoints(keras.callbacks.Callback):
         self._flush, self._lines, self._resume, self._say = flush, lines, resume, say
         self._chief = me is None or me.is_chief
         self._epoch, self._best = (resume.epoch, resume.facts["best"]) if resume else (0, None)
-        self._writer, self._failed = None, None
+        self._writer = None
         self._ended = False
 
     def on_train_begin(self, logs=None):
@@ -84,16 +84,14 @@ class Checkpoints(keras.callbacks.Callback):
         return self.model.step - self._epoch * self._steps_per_epoch
 
     def stop(self) -> str:
-        """Saves where training was stopped. Returns what to say. Raises OSError, tf.errors.OpError if that failed."""
+        """Saves where training was stopped. Returns what to say."""
         if not self._ended:  # after it the weights may be averages; the last epoch's checkpoint is the state
             self._save(self._in_epoch)
-        self._written()
-        if self._failed:
-            raise self._failed
-        return f"stopped at step {self.model.step}: the same command goes on from there"
+        return f"stopped at step {self.model.step}: the same command {self.last()}"
 
     def last(self) -> str:
         """What the same command does after an end: 'goes on from ...'."""
+        self._written()
         directory = os.path.join(self._config.run_dir, "checkpoints")
         found = listed(directory) if self._chief else []
         return f"goes on from {os.path.join(directory, found[0][1])}" if found else "begins anew: there is no checkpoint yet"
@@ -106,6 +104,9 @@ class Checkpoints(keras.callbacks.Callback):
             return
         facts = {"run": self._config.result_fields(), "lines": self._lines(), "best": self._best}
         state = checkpoint.take(self.model, self._epoch, in_epoch, self._others, facts)
+        if bad := state.first_not_finite():  # it would push out one that is of use
+            self._say(f"warning: {bad} is not finite after step {state.step}: there is no checkpoint of it")
+            return
         self._written()
         self._writer = threading.Thread(target=self._write, args=(state,), name="checkpoint")
         self._writer.start()
@@ -125,11 +126,12 @@ class Checkpoints(keras.callbacks.Callback):
             with tf.io.gfile.GFile(temporary, "wb") as file:
                 file.write(state.to_bytes())
             tf.io.gfile.rename(temporary, path, overwrite=True)
-            self._failed, lifeline.remedy = None, f"the same command goes on from {path}"
+            lifeline.remedy = f"the same command goes on from {path}"
             self._remove_old(directory)
-        except (OSError, tf.errors.OpError) as error:
-            self._failed = error
-            reason = getattr(error, "message", str(error)).splitlines()[0]
+        except (OSError, MemoryError, tf.errors.OpError) as error:
+            with contextlib.suppress(tf.errors.OpError):
+                tf.io.gfile.remove(temporary)  # half of it takes the room that is missing
+            reason = next(iter(getattr(error, "message", str(error)).splitlines()), type(error).__name__)
             self._say(f"warning: the checkpoint of step {state.step} could not be written: {reason}; those before are kept")
 
     def _remove_old(self, directory):

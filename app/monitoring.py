@@ -80,6 +80,7 @@ class Monitor(keras.callbacks.Callback):
         held_out = {name.removeprefix("val_"): value for name, value in logs.items() if name.startswith("val_")}
         if held_out and self._evaluated_at != self.model.step:  # with --eval_every_steps it may have been told already
             self._tell("evaluation", {"step": self.model.step, **held_out, "examples": self.model.examples_evaluated})
+            self._evaluated_at = self.model.step
         # An epoch's seconds are all of it, evaluations too; its speed is that of its steps.
         speed = {"steps": steps, "seconds": seconds, "images_per_sec": steps * self._batch / self._stepping}
         held_out = {f"val_{name}": value for name, value in held_out.items()}

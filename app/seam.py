@@ -4,6 +4,7 @@ Text files by the number of lines that they had; TensorBoard's events by their s
 checkpoint is the chief's. A file that needs no cut is left as it is.
 """
 
+import contextlib
 import os
 
 import tensorflow as tf
@@ -40,10 +41,11 @@ def cut_lines(path: str, lines: int):
     """Leaves the first `lines` lines of a text file, if there is one."""
     if not tf.io.gfile.exists(path):
         return
-    text = tf.io.gfile.GFile(path).read()
-    kept = "".join(text.splitlines(keepends=True)[:lines])
+    text = tf.io.gfile.GFile(path, "rb").read()  # a crash may have left what is no text
+    kept = b"".join(line + b"\n" for line in text.split(b"\n", lines)[:lines])
     if kept != text:
-        _replace(path, kept)
+        with _instead_of(path) as temporary, tf.io.gfile.GFile(temporary, "wb") as file:
+            file.write(kept)
 
 
 def cut_events(directory: str, step: int, epoch: int):
@@ -57,10 +59,9 @@ def cut_events(directory: str, step: int, epoch: int):
             if event.step <= (epoch if any(v.tag.startswith("epoch_") for v in event.summary.value) else step)
         ]
         if len(kept) < len(found) or not whole:
-            with tf.io.TFRecordWriter(path + ".tmp") as writer:
+            with _instead_of(path) as temporary, tf.io.TFRecordWriter(temporary) as writer:
                 for record in kept:
                     writer.write(record)
-            tf.io.gfile.rename(path + ".tmp", path, overwrite=True)
 
 
 def _records(path):
@@ -74,7 +75,9 @@ def _records(path):
     return found, True
 
 
-def _replace(path, text):
-    with tf.io.gfile.GFile(path + ".tmp", "w") as file:
-        file.write(text)
-    tf.io.gfile.rename(path + ".tmp", path, overwrite=True)
+@contextlib.contextmanager
+def _instead_of(path):
+    """A name to write to in the block, under which no file is taken for one of the run's; it then replaces the file."""
+    temporary = os.path.join(os.path.dirname(path), ".cut.tmp")
+    yield temporary
+    tf.io.gfile.rename(temporary, path, overwrite=True)

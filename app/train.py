@@ -128,6 +128,11 @@ def _train(config, strategy, callbacks, me, own):
     except wishes.Stopped:
         terminal.result(saving.stop())
         raise
+    except checkpoint.Damaged as error:
+        raise config_module.UsageError(
+            f"--run_dir={config.run_dir} holds a checkpoint from which this program cannot go on: {error}; delete its checkpoints "
+            "folder to begin anew"
+        ) from None
     except wishes.NonFinite as error:
         raise wishes.NonFinite(
             f"{error}; the last checkpoint is kept, but the same command {saving.last()} to the same step"

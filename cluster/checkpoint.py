@@ -8,7 +8,6 @@ objects: every array as raw bytes, and one entry of JSON that says what they are
 import dataclasses
 import io
 import json
-import zipfile
 
 import keras
 import numpy as np
@@ -47,6 +46,13 @@ class Checkpoint:
     arrays: dict[str, np.ndarray]
     facts: dict
 
+    def first_not_finite(self) -> str | None:
+        """The path of the first of weights and moving statistics that holds an infinity or NaN."""
+        for name, array in self.arrays.items():
+            if name.startswith(("weights/", "statistics/")) and not np.isfinite(array).all():
+                return self.facts["paths"][name]
+        return None
+
     def to_bytes(self) -> bytes:
         """A file's content."""
         described = {name: [str(array.dtype), array.shape] for name, array in self.arrays.items()}
@@ -61,21 +67,31 @@ class Checkpoint:
 def from_bytes(content: bytes) -> Checkpoint:
     """The checkpoint in a file's content. Raises Damaged."""
     try:
-        with np.load(io.BytesIO(content), allow_pickle=False) as file:
-            head = json.loads(file[_JSON].tobytes())
-            if head["format"] != FORMAT:
-                raise Damaged(f"its format is {head['format']!r}, not {FORMAT!r}")
-            arrays = {
-                name: np.frombuffer(file[name].tobytes(), _dtype(dtype)).reshape(shape)
-                for name, (dtype, shape) in head["arrays"].items()
-            }
-            return Checkpoint(head["step"], head["epoch"], head["in_epoch"], arrays, head["facts"])
-    except (zipfile.BadZipFile, EOFError, OSError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"it is cut off, damaged, or no checkpoint ({str(error).splitlines()[0][:80]})") from None
+        found = _parsed(content)
     except Damaged:
         raise
-    except ValueError as error:
-        raise Damaged(str(error).splitlines()[0]) from None
+    except Exception as error:  # zipfile, zlib, tokenize, json, NumPy: each has its own for bytes that are not what they expect
+        reason = next(iter(str(error).splitlines()), "")[:80] or type(error).__name__
+        raise Damaged(f"it is cut off, damaged, or no checkpoint ({reason})") from None
+    numbers = [found.step, found.epoch, found.in_epoch]
+    callbacks = found.facts["callbacks"] if isinstance(found.facts, dict) else None
+    if any(type(n) is not int or n < 0 for n in numbers) or not isinstance(callbacks, list):
+        raise Damaged("its facts are no checkpoint's")
+    return found
+
+
+def _parsed(content):
+    with np.load(io.BytesIO(content), allow_pickle=False) as file:
+        head = json.loads(file[_JSON].tobytes())
+        if head["format"] != FORMAT:
+            raise Damaged(f"its format is {head['format']!r}, not {FORMAT!r}")
+        arrays = {
+            name: np.frombuffer(file[name].tobytes(), _dtype(dtype)).reshape(shape)
+            for name, (dtype, shape) in head["arrays"].items()
+        }
+    facts = head["facts"]
+    facts["callbacks"], facts["stopped"]  # `take` puts them there
+    return Checkpoint(head["step"], head["epoch"], head["in_epoch"], arrays, facts)
 
 
 def take(trainer, epoch: int, in_epoch: int, callbacks=(), facts=None) -> Checkpoint:
@@ -88,10 +104,12 @@ def take(trainer, epoch: int, in_epoch: int, callbacks=(), facts=None) -> Checkp
         `set_state(dict)`; the values are numbers, text, arrays, lists and dicts of them.
       facts: JSON values to keep with it.
     """
-    arrays = {name: np.array(keras.ops.convert_to_numpy(variable)) for name, variable in _variables(trainer).items()}
+    variables = _variables(trainer)
+    arrays = {name: np.array(keras.ops.convert_to_numpy(variable)) for name, variable in variables.items()}
     states = [_without_arrays(_state(callback), f"callbacks/{i}", arrays) for i, callback in enumerate(callbacks)]
     kept = {"callbacks": [[type(c).__name__, state] for c, state in zip(callbacks, states, strict=True)]}
-    return Checkpoint(trainer.step, epoch, in_epoch, arrays, {**(facts or {}), **kept, "stopped": bool(trainer.stop_training)})
+    kept |= {"stopped": bool(trainer.stop_training), "paths": _paths(variables)}
+    return Checkpoint(trainer.step, epoch, in_epoch, arrays, {**(facts or {}), **kept})
 
 
 def problem(checkpoint: Checkpoint, trainer) -> str | None:
@@ -99,10 +117,11 @@ def problem(checkpoint: Checkpoint, trainer) -> str | None:
     variables = _variables(trainer)
     ours = {name: (tuple(v.shape), keras.backend.standardize_dtype(v.dtype)) for name, v in variables.items()}
     theirs = {n: (a.shape, str(a.dtype)) for n, a in checkpoint.arrays.items() if not n.startswith("callbacks/")}
+    paths = {**checkpoint.facts.get("paths", {}), **_paths(variables)}
     for name in ours | theirs:
         if ours.get(name) != theirs.get(name):
-            path = getattr(variables.get(name), "path", name)
-            return f"{name} ({path}) is {theirs.get(name, 'missing')} there and {ours.get(name, 'missing')} here"
+            there, here = (_shown(described.get(name)) for described in (theirs, ours))
+            return f"{paths.get(name, name)} is {there} there and {here} here"
     return None
 
 
@@ -137,6 +156,15 @@ def _variables(trainer):
     step = trainer._step
     kinds = {**step.variables, "sums": step.sums[True], "count": [step.count]}
     return {f"{kind}/{i}": variable for kind, of_kind in kinds.items() for i, variable in enumerate(of_kind)}
+
+
+def _paths(variables):
+    """Of those that have one, to tell people."""
+    return {name: variable.path for name, variable in variables.items() if hasattr(variable, "path")}
+
+
+def _shown(described):
+    return f"{described[1]} {list(described[0])}" if described else "missing"
 
 
 def _state(callback):

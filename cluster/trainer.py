@@ -413,6 +413,10 @@ class Trainer(keras.Model):
         with keras.StatelessScope(self._step.metric_values(self._training_metrics)):
             return super().get_metrics_result()
 
+    def _get_metrics_result_or_logs(self, logs):
+        # Keras would give {} for an epoch that has no step left, as of a run that was stopped before its evaluation.
+        return self.get_metrics_result()
+
     def reset_metrics(self):
         self._step.reset(self._training_metrics)
         if self._resume and self._training_metrics:  # the epoch that goes on

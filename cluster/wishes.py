@@ -36,10 +36,10 @@ def stop(number: int) -> bool:
 
 @contextlib.contextmanager
 def attended():
-    """Within the block a first SIGINT or SIGTERM is a wish: whoever trains in it ends by `Stopped`."""
+    """Within the block a first SIGINT or SIGTERM is a wish: whoever trains in it ends by `Stopped`. A wish ends with it."""
     global _attended
     _attended, mine[:] = True, [0, 0]
     try:
         yield
     finally:
-        _attended = False
+        _attended, mine[:] = False, [0, 0]  # or the next evaluation in this process would end at once
