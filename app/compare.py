@@ -14,6 +14,7 @@ from app.hypotheses import CAUSES
 
 FITS = 1e-4  # of a tensor's norm: rounding in float32 stays below, within a step
 ROUNDING = 2e-5
+_LATER = {"batch_norm": "replica"}  # what runs recorded before a field was there did
 _SHAPED = ("weights", "statistics", "optimizer")
 _IGNORED = ("prepared_dir", "data_dir", "run_dir", "replicas", "cluster", "devices", "source_revision", "versions", "workers")
 
@@ -151,10 +152,10 @@ def _configuration(run_a, run_b):
         a, b = ({k: v for k, v in run.config.items() if k not in _IGNORED} for run in (run_a, run_b))
         from app.config import Config
 
-        a, b = ({k: v for k, v in c.items() if _decides(Config, k)} for c in (a, b))
+        a, b = (_LATER | {k: v for k, v in c.items() if _decides(Config, k)} for c in (a, b))
     else:
-        names = ("global_batch_size", "seed", "identical")
-        a, b = ({k: run.lines[0].get(k) for k in names} for run in (run_a, run_b))
+        names = ("global_batch_size", "seed", "identical", "batch_norm")
+        a, b = (_LATER | {k: run.lines[0][k] for k in names if k in run.lines[0]} for run in (run_a, run_b))
         a, b = ({**c, "logical_replicas": run.lines[0].get("logical_replicas")} for c, run in ((a, run_a), (b, run_b)))
         for i, kind in enumerate(_SHAPED):
             a[kind], b[kind] = (_shapes(run)[i] for run in (run_a, run_b))

@@ -19,7 +19,7 @@ from app import data as data_module
 from app.callbacks import EvaluateAt, Profile
 from app.randomness import Keyed
 from app.terminal import Progress, Terminal, logged
-from cluster import Trainer, fingerprint, spec
+from cluster import Trainer, fingerprint, global_batch_norm, spec
 from cluster.agreement import agree
 from models import build
 
@@ -98,6 +98,8 @@ def _train(config, strategy, callbacks):
             ).history
             # Epochs evaluate the weights as they are; the run ends with their averages as the weights.
             averaged = model.evaluate(data.evaluation, verbose=0, return_dict=True) if config.ema and data.evaluation else {}
+    except global_batch_norm.Refused as error:
+        raise config_module.UsageError(f"--batch_norm={config.batch_norm}: {error}") from None
     finally:
         monitor.close()
     seconds = time.monotonic() - started
@@ -178,10 +180,12 @@ def network(config, data):
 
 
 def trainer(config, plain) -> Trainer:
-    """The plain model wrapped for the run; to be called under the strategy's scope."""
-    return Trainer(
-        plain, config.global_batch_size, config.logical_replicas, config.seed, config.identical, config.communication
-    )
+    """The plain model wrapped for the run; to be called under the strategy's scope. Raises UsageError."""
+    shape = config.global_batch_size, config.logical_replicas
+    try:
+        return Trainer(plain, *shape, config.seed, config.identical, config.communication, config.batch_norm)
+    except global_batch_norm.Refused as error:
+        raise config_module.UsageError(f"--batch_norm={config.batch_norm}: {error}") from None
 
 
 def compile_trainer(model, optimizer, config, classes, metrics=(), schedule=None):
@@ -219,6 +223,8 @@ def plan(config, data, replicas, steps_per_epoch, epochs):
         f"global batch {config.global_batch_size} = {config.logical_replicas} logical replicas x {config.replica_batch_size}; "
         f"{config.logical_replicas // replicas} on each of {workers}"
     )
+    if config.batch_norm == "global":
+        yield f"batch normalisation over the whole batch of {config.global_batch_size}: one pass of each worker's examples"
     threads = f"{config.intra_op_threads} intra-op {'thread' if config.intra_op_threads == 1 else 'threads'}"
     an_epoch = f"{steps_per_epoch} steps (round({train.examples:,} / {config.global_batch_size}))"
     yield (f"{epochs} epoch{'s' * (epochs > 1)} of {an_epoch}; {threads} a worker (part of the run: the bits follow it)")
