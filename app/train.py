@@ -132,7 +132,8 @@ def summary(config, found: dict):
     yield f"saved   {config.run_dir}: model.keras, config.json, metrics.jsonl, metrics.csv, summary.json"
     flag = shlex.quote(f"--run_dir={config.run_dir}")
     yield f"next    ./run.sh evaluate {flag}    ./run.sh tensorboard {flag}"
-    yield f"sha256  {found['sha256']}  (weights, optimizer, metrics: the same for any number of workers)"
+    same = ": the same for any number of workers" if config.identical else ""
+    yield f"sha256  {found['sha256']}  (weights, optimizer, metrics{same})"
 
 
 def open_data(config, strategy, me, say, **facts) -> data_module.Data:
