@@ -1,7 +1,7 @@
 """Batch normalisation over the global batch: the statistics of all workers' examples, as of one machine with the whole batch.
 
 A worker's logical replicas are then one pass, since what an example gives depends on all others, and each layer's batch
-statistics are sums over the replicas of the strategy: one all-reduce a layer, and one for their gradient. The rest of the step
+statistics are sums over the replicas of the strategy: one collective a layer, and one for their gradient. The rest of the step
 is what it always is, with N passes in the place of K (`Reduction.leaves`).
 
 Each replica sends how many entries it has, their sum, and the sum of their squares. These are made of its own mean and

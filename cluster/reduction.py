@@ -111,6 +111,15 @@ class Reduction:
                 results[i] = tf.reshape(piece, like[i].shape)
         return results
 
+    def of_few(self, replica: int, tensor: tf.Tensor) -> tf.Tensor:
+        """The sum of a small tensor over the replicas, of one leaf each, the same on all: gathered by each, and added there.
+
+        That sends N times the tensor, but half as many messages after one another as a ring all-reduce.
+        """
+        if self.replicas == 1:
+            return tensor
+        return tf.reduce_sum(tf.ensure_shape(self._gather(replica, tensor[None]), [self.replicas, *tensor.shape]), 0)
+
     def _buckets(self, tensors):
         """The indices of `tensors` in packs of one type and of about `bucket_bytes`."""
         buckets, filled = [], 0

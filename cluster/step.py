@@ -62,7 +62,7 @@ class Step:
     def _totals(self):
         """For each replica here, the function that adds a tensor over all replicas."""
         reduction = self._trainer.reduction
-        return {replica: lambda t, replica=replica: reduction(replica, [[t]])[0] for replica in sorted(reduction.local)}
+        return {replica: lambda t, replica=replica: reduction.of_few(replica, t) for replica in sorted(reduction.local)}
 
     def train(self, data, ids=0, observed=False):
         """One training step on this replica's part of the global batch, in replica context.

@@ -73,7 +73,7 @@ def test_each_layer_makes_one_collective_and_one_for_its_gradient(devices):
     model = broken.trainer(devices(2), batch_norm="global", identical=False, dropped=False)
     model._prepare(True, broken.data()(0).element_spec)
     operations = [op.type for op in model._step._passes[True][1]._concrete.graph.get_operations()]
-    assert [op for op in operations if "Collective" in op] == ["CollectiveReduceV2"] * 2
+    assert [op for op in operations if "Collective" in op] == ["CollectiveGatherV2"] * 2
 
 
 def test_random_layers_are_refused_by_name(devices):
