@@ -18,6 +18,7 @@ from models import check_name
 DATASETS = (*sources.NAMES, "imagenet")
 DECAYS = ("decoupled", "l2")
 DTYPES = ("float32", "mixed_bfloat16", "mixed_float16")
+BATCH_NORMS = ("replica", "global")
 COMMUNICATIONS = ("auto", "ring", "nccl")
 _EACH_WORKERS_OWN = ("data_dir", "prepared_dir", "run_dir", "quiet", "verbose", "start_timeout_s", "verify_against")
 
@@ -89,6 +90,13 @@ class Config:
     min_learning_rate: float = _field(0.0, "Learning rate", "end of `cosine`, `polynomial`; least of `step`, `exponential`")
     power: float = _field(1.0, "Learning rate", "exponent of `polynomial`; 1: a straight line")
     identical: bool = _field(True, "Arithmetic", "the same bits on any number of workers; --noidentical: equal up to rounding")
+    batch_norm: str = _field(
+        "replica",
+        "Arithmetic",
+        "batch normalisation's statistics: of a logical replica's examples, or of the global batch, as one machine would take "
+        "them (needs --noidentical and no dropout)",
+        BATCH_NORMS,
+    )
     intra_op_threads: int = _field(1, "Arithmetic", "threads in an operation of a worker; the bits follow it", least=1)
     dtype: str = _field("float32", "Arithmetic", "Keras's dtype policy", DTYPES)
     loss_scale: str = _field("", "Arithmetic", "for mixed_float16: dynamic, or a number as 128; empty: dynamic there")
@@ -217,6 +225,13 @@ def _contradictions(config):
         yield f"--profile_steps={config.profile_steps}: the first and the last step, counted from 1, as 100:110"
     if config.verify_against and not config.identical:
         yield f"--verify_against={config.verify_against} compares bits, which --noidentical gives away: leave out one of them"
+    if config.batch_norm == "global" and config.identical:
+        yield (
+            "--batch_norm=global adds statistics over the workers within the passes, in an order that follows their number: "
+            "give --noidentical as well, or --batch_norm=replica"
+        )
+    if config.batch_norm == "global" and config.jit_compile:
+        yield "--batch_norm=global adds over the workers within the passes, which XLA cannot compile: leave out --jit_compile"
     if config.loss_scale and config.dtype != "mixed_float16":
         yield f"--loss_scale={config.loss_scale} is for --dtype=mixed_float16; --dtype={config.dtype} needs none: leave it out"
 

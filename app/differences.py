@@ -126,7 +126,7 @@ def _of_step(header, a, b):
     for name, stage in (("ids", "data ids"), ("x", "pixels"), ("y", "labels")):
         if name in a and name in b and a[name] != b[name]:
             return _of_examples(step, stage, a[name], b[name], share)
-    by_replica = [line.get("replicas", {}) for line in (a, b)]
+    by_replica = [line.get("replicas", {}) if "replicas" in a and "replicas" in b else {} for line in (a, b)]
     for name in ("loss", "metric_sums", "metrics"):
         if not _same(a, b, name):
             k = _first_unlike(*(r.get("metric_sums", []) for r in by_replica))

@@ -68,11 +68,14 @@ def memory(plain, optimizer, config, workers: int) -> dict[str, int]:
     """An estimate of what one worker holds, in bytes by purpose; the last entry is the sum.
 
     Counted: variables; the partial sums of the tree, of which a block of K/N passes holds log2(K/N) + 2; three packs of the
-    reduction; and every layer's output for b examples, once for the forward and once for the backward pass.
+    reduction; and every layer's output for the examples of a pass, once for the forward and once for the backward pass.
     """
     weights = sum(_bytes(v) for v in plain.trainable_variables)
     state = sum(_bytes(v) for v in plain.non_trainable_variables)
     block = config.logical_replicas // workers
+    examples = config.replica_batch_size
+    if config.batch_norm == "global":  # a worker's examples are one pass
+        block, examples = 1, config.global_batch_size // workers
     lists = sum(size.bit_length() + 1 for _, size in maximal_nodes(0, block))
     width = 4 if config.dtype == "float32" else 2
     outputs = 0
@@ -80,13 +83,13 @@ def memory(plain, optimizer, config, workers: int) -> dict[str, int]:
         with_outputs = getattr(layer, "output", None) if layer._inbound_nodes else None
         for tensor in keras.tree.flatten(with_outputs):
             if tensor is not None:
-                outputs += width * config.replica_batch_size * abs(_product(tensor.shape[1:]))
+                outputs += width * examples * abs(_product(tensor.shape[1:]))
     found = {
         "weights and moving statistics": weights + state,
         "optimizer": sum(_bytes(v) for v in optimizer.variables),
         "partial sums of gradients": lists * (weights + state),
         "packs of the reduction": 3 * (weights + state) if workers > 1 else 0,
-        f"layers' outputs of {config.replica_batch_size} examples, twice": 2 * outputs,
+        f"layers' outputs of {examples} examples, twice": 2 * outputs,
         "Python, TensorFlow, Keras": _TENSORFLOW_MB * 10**6,
     }
     return found | {"estimated for each worker, without data buffers": sum(found.values())}

@@ -43,11 +43,14 @@ def table(replay, reference: dict, other: dict, line_a: dict, line_b: dict):
       line_a, line_b: their lines of the step.
     """
     batch, replicas = len(line_a["x"]), replay.trainer.logical_replicas
+    passes = 1 if replay.trainer.batch_norm == "global" else replicas
     workers = _workers(batch, replicas, other.get("replicas", 1))
     yield from _factors(workers, batch, line_a, line_b)
     yield from _updates(workers, replay.trainer.optimizer, line_a, line_b)
     for w in workers:
-        yield Suspect(7, f"each of {w} workers clips its own mean gradient, before the reduction", Change(workers=w, clip=True))
+        if clips(replay.trainer.optimizer):
+            own = f"each of {w} workers clips its own mean gradient, before the reduction"
+            yield Suspect(7, own, Change(workers=w, clip=True))
         alone = f"the gradient is that of one of {w} workers: nothing is reduced"
         yield Suspect(1, alone, Change(workers=w, only_first=True))
         if replay.normalises:
@@ -56,7 +59,7 @@ def table(replay, reference: dict, other: dict, line_a: dict, line_b: dict):
     if replay.draws:
         yield from _masks(workers, replicas, reference, other)
     if replay.normalises or replay.draws:
-        yield from _groups(batch, replicas, other)
+        yield from _groups(batch, passes, other)
     if not replay.normalises and not replay.draws:
         yield from _unequal(batch)
 
@@ -86,8 +89,14 @@ def _updates(workers, optimizer, line_a, line_b):
     if inner.weight_decay:
         for factor in (0.0, *map(float, workers), *(1 / w for w in workers)):
             yield Suspect(9, f"the weight decay is {factor:.4g} times as large", Change(weight_decay=factor))
-    if inner.clipnorm or inner.clipvalue or inner.global_clipnorm:
+    if clips(optimizer):
         yield Suspect(7, "the gradient is not clipped", Change(clipping=False))
+
+
+def clips(optimizer) -> bool:
+    """Whether the optimizer clips gradients."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return bool(inner.clipnorm or inner.clipvalue or inner.global_clipnorm)
 
 
 def _masks(workers, replicas, reference, other):
@@ -105,13 +114,14 @@ def _masks(workers, replicas, reference, other):
             yield Suspect(4, f"the dropout masks are those of seed {seed}, not {own}", by_seed)
 
 
-def _groups(batch, replicas, other):
-    told = other.get("logical_replicas")
-    for count in dict.fromkeys([told or replicas, *(d for d in divisors(batch) if d <= min(64, batch // 2))]):
-        if count == replicas or batch % count:
+def _groups(batch, passes, other):
+    told = 1 if other.get("batch_norm") == "global" else other.get("logical_replicas")
+    for count in dict.fromkeys([told or passes, *(d for d in divisors(batch) if d <= min(64, batch // 2))]):
+        if count == passes or batch % count:
             continue
         group = "the whole batch" if count == 1 else f"{batch // count} examples (K = {count})"
-        text = f"the statistics of batch normalisation are those of {group}, not of {batch // replicas} (K = {replicas})"
+        own = "the whole batch" if passes == 1 else f"{batch // passes} (K = {passes})"
+        text = f"the statistics of batch normalisation are those of {group}, not of {own}"
         yield Suspect(5, text, Change(groups=(batch // count,) * count))
 
 

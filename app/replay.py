@@ -22,7 +22,7 @@ class Change:
     """How a step is made otherwise than it should be; without arguments, as it should be.
 
     Attributes:
-      groups: sizes of the groups of examples that are passed together, instead of K of b.
+      groups: sizes of the groups of examples that are passed together, instead of K of b, or one of all (batch_norm='global').
       key: maps (step, k) to the (seed offset, step, k) by which group k's random layers are keyed.
       workers: W, for the next three: W equal blocks of the groups.
       clip: 'each' worker's mean gradient is clipped before they are averaged.
@@ -170,8 +170,9 @@ class Replay:
 
     def _put_together(self, change):
         trainer = self.trainer
-        replicas, batch = trainer.logical_replicas, len(tf.nest.flatten(self.batch)[0])
-        groups = change.groups or (batch // replicas,) * replicas
+        passes = 1 if trainer.batch_norm == "global" else trainer.logical_replicas
+        batch = len(tf.nest.flatten(self.batch)[0])
+        groups = change.groups or (batch // passes,) * passes
         if len(groups) % change.workers:  # fewer groups than workers
             groups = (batch // change.workers,) * change.workers
         results = self._passes(groups, change.key)

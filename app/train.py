@@ -19,7 +19,7 @@ from app import data as data_module
 from app.callbacks import EvaluateAt, Profile, Skipped
 from app.randomness import Keyed
 from app.terminal import Progress, Terminal, logged
-from cluster import Trainer, checkpoint, fingerprint, lifeline, spec, wishes
+from cluster import Trainer, checkpoint, fingerprint, global_batch_norm, lifeline, spec, wishes
 from cluster.agreement import agree, bytes_from_chief, from_chief
 from models import ModelError, build
 
@@ -130,13 +130,15 @@ def _train(config, strategy, callbacks, me, own):
         raise
     except checkpoint.Damaged as error:
         raise config_module.UsageError(
-            f"--run_dir={config.run_dir} holds a checkpoint from which this program cannot go on: {error}; delete its checkpoints "
-            "folder to begin anew"
+            f"--run_dir={config.run_dir} holds a checkpoint from which this program cannot go on: {error}; delete its "
+            "checkpoints folder to begin anew"
         ) from None
     except wishes.NonFinite as error:
         raise wishes.NonFinite(
             f"{error}; the last checkpoint is kept, but the same command {saving.last()} to the same step"
         ) from None
+    except global_batch_norm.Refused as error:
+        raise config_module.UsageError(f"--batch_norm={config.batch_norm}: {error}") from None
     finally:
         monitor.close()
     seconds = time.monotonic() - started
@@ -174,7 +176,8 @@ def summary(config, found: dict):
     yield f"saved   {config.run_dir}: model.keras, config.json, metrics.jsonl, metrics.csv, summary.json"
     flag = shlex.quote(f"--run_dir={config.run_dir}")
     yield f"next    ./run.sh evaluate {flag}    ./run.sh tensorboard {flag}"
-    yield f"sha256  {found['sha256']}  (weights, optimizer, metrics: the same for any number of workers)"
+    same = ": the same for any number of workers" if config.identical else ""
+    yield f"sha256  {found['sha256']}  (weights, optimizer, metrics{same})"
 
 
 def open_data(config, strategy, me, say, first_step=0, **facts) -> data_module.Data:
@@ -224,10 +227,12 @@ def network(config, data):
 
 
 def trainer(config, plain) -> Trainer:
-    """The plain model wrapped for the run; to be called under the strategy's scope."""
-    return Trainer(
-        plain, config.global_batch_size, config.logical_replicas, config.seed, config.identical, config.communication
-    )
+    """The plain model wrapped for the run; to be called under the strategy's scope. Raises UsageError."""
+    shape = config.global_batch_size, config.logical_replicas
+    try:
+        return Trainer(plain, *shape, config.seed, config.identical, config.communication, config.batch_norm)
+    except global_batch_norm.Refused as error:
+        raise config_module.UsageError(f"--batch_norm={config.batch_norm}: {error}") from None
 
 
 def compile_trainer(model, optimizer, config, classes, metrics=(), schedule=None):
@@ -265,6 +270,8 @@ def plan(config, data, replicas, steps_per_epoch, epochs):
         f"global batch {config.global_batch_size} = {config.logical_replicas} logical replicas x {config.replica_batch_size}; "
         f"{config.logical_replicas // replicas} on each of {workers}"
     )
+    if config.batch_norm == "global":
+        yield f"batch normalisation over the whole batch of {config.global_batch_size}: one pass of each worker's examples"
     threads = f"{config.intra_op_threads} intra-op {'thread' if config.intra_op_threads == 1 else 'threads'}"
     an_epoch = f"{steps_per_epoch} steps (round({train.examples:,} / {config.global_batch_size}))"
     yield (f"{epochs} epoch{'s' * (epochs > 1)} of {an_epoch}; {threads} a worker (part of the run: the bits follow it)")

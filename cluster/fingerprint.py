@@ -9,6 +9,7 @@ The first line says what the others are about:
     made_by            "cluster.Trainer" or "cluster.watch"
     every              E: recorded are the first step of the file and those that E divides
     global_batch_size  B; logical_replicas  K; replicas  N, of the strategy; seed; identical
+    batch_norm         'replica' or 'global': which examples the statistics of batch normalisation are taken over
     weights, statistics, optimizer
                        [[path, shape, dtype] of each variable]: trainable weights, moving statistics, the optimizer's variables
     gradients          the positions in `weights` of which there are gradients
@@ -40,7 +41,8 @@ And one for each evaluation:
     metrics, metric_sums, examples
                        {name: value}; the sums; how many examples were counted
 
-What is not known is absent: a file made by `watch` has no `replicas`, and `gradient` and `ids` only where they can be had.
+What is not known is absent: a file made by `watch` has no `replicas`, and `gradient` and `ids` only where they can be had. With
+batch_norm 'global' lines have no `replicas` either: a worker's logical replicas are one pass.
 """
 
 import hashlib
@@ -94,10 +96,12 @@ class Recorder:
             "replicas": trainer.reduction.replicas,
             "seed": trainer.seed,
             "identical": trainer.reduction.ordered,
+            "batch_norm": trainer.batch_norm,
             **{kind: described(of_kind) for kind, of_kind in variables.items()},
             "gradients": trainer._step.differentiable(),
             "metrics": described(trainer.metrics_variables),
         }
+        self._by_replica = trainer.batch_norm == "replica"
         self._sizes = [math.prod(shape) for _, shape, _ in header["metrics"]]
         if not self.lines:
             self._write(header)
@@ -109,6 +113,11 @@ class Recorder:
         examples = seen["examples"].reshape([-1, seen["examples"].shape[-1]])
         numbers, sums = np.split(seen["replicas"], [1 + digest.PROJECTIONS], axis=1)
         cuts = np.cumsum(self._sizes)[:-1]
+        of_replicas = {
+            "metric_sums": [[part.tolist() for part in np.split(row, cuts)] for row in sums],
+            "gradient_norm": np.sqrt(numbers[:, 0]).tolist(),
+            "gradient_projections": numbers[:, 1:].tolist(),
+        }
         self._write(
             {
                 "step": step,
@@ -120,11 +129,7 @@ class Recorder:
                 **({"ids": examples[:, :-2].tolist()} if examples.shape[1] > 2 else {}),
                 "x": digest.hex_digits(examples[:, -2]),
                 "y": digest.hex_digits(examples[:, -1]),
-                "replicas": {
-                    "metric_sums": [[part.tolist() for part in np.split(row, cuts)] for row in sums],
-                    "gradient_norm": np.sqrt(numbers[:, 0]).tolist(),
-                    "gradient_projections": numbers[:, 1:].tolist(),
-                },
+                **({"replicas": of_replicas} if self._by_replica else {}),
                 **{k: seen[k].json() for k in ("gradient", "update", "weights", "statistics", "optimizer")},
                 "workers": {
                     "weights": digest.hex_digits(seen["workers"][:, 0]),

@@ -10,23 +10,23 @@ from cluster import digest
 
 
 class PassTables:
-    """Two tables over the logical replicas that a pass adds to its results.
+    """Two tables over the leaves, the logical replicas as a rule, that a pass adds to its results.
 
-    Integers, int64 [K, b, ids + 2]: the example's ids where the data tells, and the hashes of x and y.
-    Floats, float64 [K, 1 + 8 + M]: of the gradient, sum of squares and projections; then the elements of the metric sums.
+    Integers, int64 [L, b, ids + 2]: the example's ids where the data tells, and the hashes of x and y.
+    Floats, float64 [L, 1 + 8 + M]: of the gradient, sum of squares and projections; then the elements of the metric sums.
 
     Args:
       one_pass: the `ReplicaPass`.
-      logical_replicas: K.
+      leaves: L, K as a rule: see `Reduction`.
       ids: integers a example by which the data names it, or 0.
     """
 
-    def __init__(self, one_pass, logical_replicas, ids):
-        self._pass, self._replicas, self._batch = one_pass, logical_replicas, one_pass.batch_size
+    def __init__(self, one_pass, leaves, ids):
+        self._pass, self._replicas, self._batch = one_pass, leaves, one_pass.batch_size
         sums = sum(spec.shape.num_elements() for spec in one_pass.split(one_pass.output_specs)[2])
         self.specs = [
-            tf.TensorSpec([logical_replicas, self._batch, ids + 2], tf.int64),
-            tf.TensorSpec([logical_replicas, 1 + digest.PROJECTIONS + sums], tf.float64),
+            tf.TensorSpec([leaves, self._batch, ids + 2], tf.int64),
+            tf.TensorSpec([leaves, 1 + digest.PROJECTIONS + sums], tf.float64),
         ]
 
     def of(self, k, element, ids, results, loss_scale) -> list[tf.Tensor]:

@@ -27,12 +27,16 @@ class Reduction:
       ordered: add in tree order (the same bits for every N), or by ring all-reduce (the same sum up to rounding).
       communication: TensorFlow's hint for the implementation, 'auto', 'ring' or 'nccl'. It changes no order.
       bucket_bytes: tensors travel in packs of one type of about this size; cutting changes no bit.
+      together: what is added is one list a replica, of all that it hosts, instead of one a logical replica.
+
+    Attributes:
+      leaves: how many passes are added up: K, or N if `together`.
 
     Raises:
       ValueError: if N does not divide K; the message names the numbers of replicas that work.
     """
 
-    def __init__(self, strategy, logical_replicas, ordered=True, communication="auto", bucket_bytes=32 << 20):
+    def __init__(self, strategy, logical_replicas, ordered=True, communication="auto", bucket_bytes=32 << 20, together=False):
         self.replicas = strategy.num_replicas_in_sync
         self.logical_replicas = logical_replicas
         if logical_replicas % self.replicas:
@@ -40,10 +44,12 @@ class Reduction:
                 f"{self.replicas} replicas cannot host {logical_replicas} logical replicas evenly. Use one of "
                 f"{tree.divisors(logical_replicas)} replicas, or another number of logical replicas."
             )
+        self.leaves = self.replicas if together else logical_replicas
         self.ordered = ordered
         self._hint = communication
         self._bucket_bytes = bucket_bytes
-        self._nodes = [tree.maximal_nodes(*self.block(replica)) for replica in range(self.replicas)]
+        self._nodes = [tree.maximal_nodes(*self.passes(replica)) for replica in range(self.replicas)]
+        self.local = {0} if self.replicas == 1 else set()  # the ids of this process's replicas
         if self.replicas > 1:
             self._connect(strategy)
 
@@ -64,6 +70,7 @@ class Reduction:
 
         def who_is_where():
             replica = replica_id()
+            self.local.add(replica)
             return self._gather(replica, tf.constant([float(replica)]))
 
         by_rank = strategy.experimental_local_results(tf.function(lambda: strategy.run(who_is_where))())[0]
@@ -74,12 +81,17 @@ class Reduction:
         size = self.logical_replicas // self.replicas
         return replica * size, (replica + 1) * size
 
+    def passes(self, replica: int) -> tuple[int, int]:
+        """The leaves [start, stop) of the tree that a replica computes."""
+        size = self.leaves // self.replicas
+        return replica * size, (replica + 1) * size
+
     def nodes(self, replica: int) -> list[tree.Node]:
         """The tree nodes (start, size) whose sums a replica has to bring along."""
         return self._nodes[replica]
 
     def __call__(self, replica: int, sums: list[list[tf.Tensor]]) -> list[tf.Tensor]:
-        """The sums over all K logical replicas. Every replica calls it, in replica context.
+        """The sums over all leaves. Every replica calls it.
 
         Args:
           replica: this replica's id in the strategy.
@@ -88,7 +100,7 @@ class Reduction:
           A list like one of `sums`, equal to the last bit on every replica.
         """
         if self.replicas == 1:
-            return tree.root(dict(zip(self._nodes[0], sums, strict=True)), self.logical_replicas, add_lists)
+            return tree.root(dict(zip(self._nodes[0], sums, strict=True)), self.leaves, add_lists)
         like = sums[0]
         results = [None] * len(like)
         for bucket in self._buckets(like):
@@ -98,6 +110,15 @@ class Reduction:
             for i, piece in zip(bucket, pieces, strict=True):
                 results[i] = tf.reshape(piece, like[i].shape)
         return results
+
+    def of_few(self, replica: int, tensor: tf.Tensor) -> tf.Tensor:
+        """The sum of a small tensor over the replicas, of one leaf each, the same on all: gathered by each, and added there.
+
+        That sends N times the tensor, but half as many messages after one another as a ring all-reduce.
+        """
+        if self.replicas == 1:
+            return tensor
+        return tf.reduce_sum(tf.ensure_shape(self._gather(replica, tensor[None]), [self.replicas, *tensor.shape]), 0)
 
     def _buckets(self, tensors):
         """The indices of `tensors` in packs of one type and of about `bucket_bytes`."""
@@ -125,7 +146,7 @@ class Reduction:
             for rank, sender in enumerate(self._replica_of_rank)
             for slot, node in enumerate(self._nodes[sender])
         }
-        total = tree.root(nodes, self.logical_replicas, tf.add)
+        total = tree.root(nodes, self.leaves, tf.add)
         return tf.ensure_shape(self._gather(replica, total), [slice_length * self.replicas])[:length]
 
     def _ring(self, replica, vectors):

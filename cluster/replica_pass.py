@@ -5,10 +5,12 @@ makes that possible: nothing is assigned, every logical replica starts from the 
 is handed in as a key made from (seed, step, logical replica, layer). Everything else in training is addition.
 """
 
+import contextlib
+
 import keras
 import tensorflow as tf
 
-from cluster import losses, reduction
+from cluster import global_batch_norm, losses, reduction
 
 
 class ReplicaPass:
@@ -22,9 +24,11 @@ class ReplicaPass:
       element_spec: the structure (x, y[, sample_weight]) of tf.TensorSpecs, batch dimension included.
       training: with gradients and statistics, or (False) metric sums alone.
       jit_compile: compile the pass with XLA.
+      totals: {replica of the strategy in this process: the function that adds a tensor over all replicas}: for each, the pass
+        is traced with the statistics of batch normalisation taken over all; None: over the pass's own examples.
     """
 
-    def __init__(self, trainer, element_spec, training, jit_compile=False):
+    def __init__(self, trainer, element_spec, training, jit_compile=False, totals=None):
         self._trainer = trainer
         self._model = trainer.model
         self._training = training
@@ -44,13 +48,22 @@ class ReplicaPass:
             tf.TensorSpec([], tf.float32),
             tf.nest.map_structure(lambda spec: tf.TensorSpec(spec.shape, spec.dtype), tuple(element_spec)),
         ]
-        function = tf.function(self._pass, jit_compile=jit_compile, autograph=False)
-        self._concrete = function.get_concrete_function(*specs)
+        self._by_replica = {}
+        for replica, total in (totals or {None: None}).items():
+            function = tf.function(self._pass, jit_compile=jit_compile, autograph=False)
+            with global_batch_norm.moments_over(model, total) if totals else contextlib.nullcontext() as normalised:
+                self._by_replica[replica] = self._concrete = function.get_concrete_function(*specs)
+        if totals:
+            global_batch_norm.check_layers(model)  # once more: some models make their layers when they are built
+            global_batch_norm.check_state(model, [self.state[i] for i in self.moving], normalised)
         self.output_specs = [tf.TensorSpec(t.shape, t.dtype) for t in self._concrete.outputs]
 
-    def __call__(self, weights, state, seeds, loss_scale, data) -> list[tf.Tensor]:
-        """Flat list: gradients (`differentiable`), new statistics (`moving`), metric sums (all metric variables)."""
-        return list(self._concrete(weights, state, seeds, loss_scale, data))
+    def __call__(self, weights, state, seeds, loss_scale, data, replica=None) -> list[tf.Tensor]:
+        """Flat list: gradients (`differentiable`), new statistics (`moving`), metric sums (all metric variables).
+
+        With `totals`, every replica of the strategy has to call it, with its number.
+        """
+        return list(self._by_replica.get(replica, self._concrete)(weights, state, seeds, loss_scale, data))
 
     def split(self, flat):
         """Takes a list like the call's apart: gradients, statistics, metric sums."""

@@ -64,7 +64,7 @@ class Step:
         """Traces the pass for batches of `element_spec`, unless that has been done. Returns whether it was new."""
         spec = tf.nest.map_structure(
             lambda s: tf.TensorSpec(
-                [s.shape[0] // self._trainer.logical_replicas if training else None, *s.shape[1:]], s.dtype
+                [s.shape[0] // self._trainer.reduction.leaves if training else None, *s.shape[1:]], s.dtype
             ),
             element_spec,
         )
@@ -76,8 +76,14 @@ class Step:
                     for v in self._trainer.metrics_variables:
                         dtype = tf.float64 if v.dtype.startswith(("float", "bfloat")) else tf.as_dtype(v.dtype)
                         self.sums[mode].append(_plain_variable(tf.zeros(v.shape, dtype), dtype))
-        self._passes[training] = spec, ReplicaPass(self._trainer, spec, training, jit_compile)
+        totals = self._totals() if training and self._trainer.batch_norm == "global" else None
+        self._passes[training] = spec, ReplicaPass(self._trainer, spec, training, jit_compile, totals)
         return True
+
+    def _totals(self):
+        """For each replica here, the function that adds a tensor over all replicas."""
+        reduction = self._trainer.reduction
+        return {replica: lambda t, replica=replica: reduction.of_few(replica, t) for replica in sorted(reduction.local)}
 
     def train(self, data, wish, ids=0, observed=False) -> Told:
         """One training step on this replica's part of the global batch, in replica context.
@@ -90,7 +96,7 @@ class Step:
         trainer, optimizer = self._trainer, self._trainer.optimizer
         step, loss_scale = self.count.read_value(), self._loss_scale()
         one_pass = self._passes[True][1]
-        tables = [observe.PassTables(one_pass, trainer.logical_replicas, ids)] if observed else []
+        tables = [observe.PassTables(one_pass, trainer.reduction.leaves, ids)] if observed else []
 
         def run_pass(run, examples, k):
             element, names = examples if ids else (examples, None)
@@ -100,8 +106,8 @@ class Step:
         specs = one_pass.output_specs + [spec for table in tables for spec in table.specs]
         *sums, wish = self._sum_of_passes(one_pass, data, step, run_pass, specs, wish)
         gradients, statistics, metric_sums = one_pass.split(sums[: len(one_pass.output_specs)])
-        replicas = trainer.logical_replicas
-        gradients = [g / tf.cast(replicas, g.dtype) for g in gradients]
+        leaves = trainer.reduction.leaves
+        gradients = [g / tf.cast(leaves, g.dtype) for g in gradients]
         squares = tf.stack([tf.nn.l2_loss(tf.cast(g, tf.float32)) for g in gradients])  # halves of sums of squares
         norm = tf.sqrt(2 * tf.reduce_sum(squares)) / loss_scale
         before = observe.values(one_pass.weights) if observed else []
@@ -110,7 +116,7 @@ class Step:
         commit = optimizer.check_finite(gradients) if hasattr(optimizer, "check_finite") else None
         for position, total in zip(one_pass.moving, statistics, strict=True):
             variable = one_pass.state[position]
-            mean = total // replicas if total.dtype.is_integer else total / tf.cast(replicas, total.dtype)
+            mean = total // leaves if total.dtype.is_integer else total / tf.cast(leaves, total.dtype)
             variable.assign(mean if commit is None else tf.where(commit, mean, variable.value))
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         if trainer.schedule is not None:
@@ -163,8 +169,8 @@ class Step:
 
         def on_valid(run, examples, _):
             element, valid = examples
-            size = tf.reduce_sum(tf.cast(valid, tf.int32))  # padding is at the end
-            return tf.cond(size > 0, lambda: run(tf.nest.map_structure(lambda t: t[:size], element)), lambda: nothing)
+            valid_ones = lambda: tf.nest.map_structure(lambda t: tf.boolean_mask(t, valid), element)  # noqa: E731
+            return tf.cond(tf.reduce_any(valid), lambda: run(valid_ones()), lambda: nothing)
 
         step = self.count.read_value()
         *sums, wish = self._sum_of_passes(one_pass, data, step, on_valid, one_pass.output_specs, wish)
@@ -172,26 +178,27 @@ class Step:
         return Told(wish, tf.constant(-1))
 
     def _sum_of_passes(self, one_pass, data, step, call, output_specs, wish):
-        """The sum over all K logical replicas k of their `call(run, examples, k)`, which runs one pass on its examples.
+        """The sum over all leaves k of their `call(run, examples, k)`, which runs one pass on its examples.
 
-        And, at the end of the list, the sum of the replicas' wishes.
+        Leaves are the K logical replicas, or the N replicas where the statistics of batch normalisation are global. And, at the
+        end of the list, the sum of the replicas' wishes.
         """
         trainer, reduction = self._trainer, self._trainer.reduction
         replica = replica_id()
-        first, last = reduction.block(replica)
+        first, last = reduction.passes(replica)
         blocks = tf.nest.map_structure(lambda t: tf.reshape(t, [last - first, -1, *t.shape[1:]]), data)
         weights = [tf.convert_to_tensor(v.value) for v in one_pass.weights]
         state = [tf.convert_to_tensor(v.value) for v in one_pass.state]
         loss_scale = self._loss_scale()
 
-        def of_logical_replica(k):
+        def of_leaf(k):
             seeds = layer_keys(trainer.seed, step, k, one_pass.seeds)
             examples = tf.nest.map_structure(lambda t: t[k - first], blocks)
-            return call(lambda data: one_pass(weights, state, seeds, loss_scale, data), examples, k)
+            return call(lambda data: one_pass(weights, state, seeds, loss_scale, data, replica), examples, k)
 
         nodes = reduction.nodes(replica)
         wishes = [wish] + [tf.zeros_like(wish)] * (len(nodes) - 1)
-        sums = [node_sum(of_logical_replica, *node, output_specs) for node in nodes]
+        sums = [node_sum(of_leaf, *node, output_specs) for node in nodes]
         return reduction(replica, [[*of_node, one] for of_node, one in zip(sums, wishes, strict=True)])
 
     def _loss_scale(self):

@@ -81,7 +81,7 @@ class _Stop:
     """A reduction that ends the step where it would begin."""
 
     def __init__(self, reduction):
-        self.block, self.nodes = reduction.block, reduction.nodes
+        self.block, self.leaves, self.passes, self.nodes = reduction.block, reduction.leaves, reduction.passes, reduction.nodes
 
     def __call__(self, replica, sums):
         raise _Reached(sums)

@@ -20,7 +20,7 @@ import tensorflow as tf
 from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 from tensorflow.python.framework.config import is_op_determinism_enabled
 
-from cluster import checkpoint, datasets, lifeline, losses, tree, wishes
+from cluster import checkpoint, datasets, global_batch_norm, lifeline, losses, tree, wishes
 from cluster.reduction import Reduction
 from cluster.step import Step
 
@@ -39,16 +39,33 @@ class Trainer(keras.Model):
       seed: keys the random layers, together with step, logical replica and layer.
       identical: add in tree order, the same bits for every N (default); False: by ring all-reduce, equal up to rounding.
       communication: TensorFlow's hint, 'auto', 'ring' or 'nccl'; it changes no order of addition.
+      batch_norm: batch normalisation takes its statistics over the examples of a logical 'replica', or over the 'global' batch
+        (`global_batch_norm.py`), which needs identical=False and a model without random layers.
 
     Raises:
       ValueError: if K does not divide B or N does not divide K (the message names what would do), or if `identical` is
-        asked of a TensorFlow that is not deterministic (see `cluster.runtime.configure`).
+        asked of a TensorFlow that is not deterministic (see `cluster.runtime.configure`), or with batch_norm='global'.
+      global_batch_norm.Refused: a ValueError, for layers that have no place in a pass of all of a worker's examples.
     """
 
-    def __init__(self, model, global_batch_size, logical_replicas=None, seed=0, identical=True, communication="auto"):
+    def __init__(
+        self,
+        model,
+        global_batch_size,
+        logical_replicas=None,
+        seed=0,
+        identical=True,
+        communication="auto",
+        batch_norm="replica",
+    ):
         super().__init__(name=f"{model.name}_trainer")
         if identical and not is_op_determinism_enabled():
             raise ValueError("identical=True needs deterministic operations: call cluster.runtime.configure() first.")
+        if batch_norm == "global":
+            if identical:
+                raise ValueError("batch_norm='global' adds within the passes, in another order for every N: identical=False.")
+            global_batch_norm.check_layers(model)
+        self.batch_norm = batch_norm
         self.model = model
         self.global_batch_size = global_batch_size
         self.logical_replicas = logical_replicas or tree.default_logical_replicas(global_batch_size)
@@ -59,7 +76,9 @@ class Trainer(keras.Model):
                 f"batch of {near} or {near + self.logical_replicas}, or K out of {tree.divisors(global_batch_size)}."
             )
         self.seed = seed
-        self.reduction = Reduction(self.distribute_strategy, self.logical_replicas, identical, communication)
+        self.reduction = Reduction(
+            self.distribute_strategy, self.logical_replicas, identical, communication, together=batch_norm == "global"
+        )
         self._training_metrics = True
         self._steps_per_epoch, self._steps_done = None, 0
         self._records, self._record_names = [], []
@@ -110,7 +129,7 @@ class Trainer(keras.Model):
             # It gets the finished global gradient; Keras would add that up over the replicas once more, in
             # keras/src/backend/tensorflow/optimizer.py. (test_two_workers_train_the_same_weights_as_one tells.)
             part._all_reduce_sum_gradients = lambda gradients_and_variables: gradients_and_variables
-        super().compile(optimizer, losses.over_replicas(loss, self.logical_replicas), **kwargs)
+        super().compile(optimizer, losses.over_replicas(loss, self.reduction.leaves), **kwargs)
         self.schedule = schedule
         self._step = Step(self)
         self._jit_passes = jit_compile is True

@@ -32,11 +32,22 @@ def data(x=X, y=Y):
     )
 
 
-def trainer(strategy, seed=7, weights_seed=1, logical=LOGICAL, rate=0.1, decay=0.01, clip=0.3, identical=True, **network_kind):
+def trainer(
+    strategy,
+    seed=7,
+    weights_seed=1,
+    logical=LOGICAL,
+    rate=0.1,
+    decay=0.01,
+    clip=0.3,
+    identical=True,
+    batch_norm="replica",
+    **network_kind,
+):
     """A compiled trainer."""
     keras.utils.set_random_seed(weights_seed)
     with strategy.scope():
-        model = cluster.Trainer(network(**network_kind), BATCH, logical, seed=seed, identical=identical)
+        model = cluster.Trainer(network(**network_kind), BATCH, logical, seed, identical, batch_norm=batch_norm)
         optimizer = keras.optimizers.SGD(rate, 0.9, weight_decay=decay or None, global_clipnorm=clip)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(optimizer, loss, metrics=[keras.metrics.SparseCategoricalAccuracy()])

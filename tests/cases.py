@@ -202,7 +202,37 @@ def equal_in_float64(strategy=None):
         keras.config.set_dtype_policy("float32")
 
 
+def normalised_globally(strategy=None, logical_replicas=4, batch_norm="global", policy="float64", compile=()):
+    """Losses, and weights and moving statistics, after 10 steps of a Trainer, or of plain Keras without a strategy.
+
+    Pixels are about 3: a variance made of sums of squares in float32 would show it. The examples are weighted.
+    """
+    keras.utils.set_random_seed(1)
+    keras.config.set_floatx(policy)
+    keras.config.set_dtype_policy(policy)
+    try:
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            x = inputs = keras.Input((8, 8, 1))
+            for filters in (8, 6):
+                x = keras.layers.Conv2D(filters, 3, use_bias=False)(x)
+                x = keras.layers.ReLU()(keras.layers.BatchNormalization(momentum=0.9)(x))
+            plain = model = keras.Model(inputs, keras.layers.Dense(10, kernel_regularizer="l2")(keras.layers.Flatten()(x)))
+            if strategy:
+                model = cluster.Trainer(plain, BATCH, logical_replicas, identical=False, batch_norm=batch_norm)
+            optimizer = keras.optimizers.SGD(0.05, 0.9, weight_decay=1e-3, global_clipnorm=0.5)
+            model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), **dict(compile))
+        x, y = examples()
+        weights = 1 + np.arange(len(y), dtype=policy) % 3
+        data = tf.data.Dataset.from_tensor_slices((x.astype(policy) + 3, y, weights)).repeat().batch(BATCH, drop_remainder=True)
+        history = model.fit(data, steps_per_epoch=5, epochs=2, validation_data=(x[:35], y[:35]), verbose=0).history
+        return [*history["loss"], *history["val_loss"]], [v.numpy().tolist() for v in plain.variables]
+    finally:
+        keras.config.set_floatx("float32")
+        keras.config.set_dtype_policy("float32")
+
+
 CASES = {
+    "normalised_globally": normalised_globally,
     "equal_in_float64": equal_in_float64,
     "plain": training,
     "adamw_ema": lambda s: training(s, optimizer=lambda: keras.optimizers.AdamW(1e-3, use_ema=True, ema_momentum=0.9)),

@@ -123,6 +123,25 @@ def test_batch_normalisation_over_another_group(found):
     expect(found(kind, logical=1), 1, "configuration", 5, "those of the whole batch, not of 6 (K = 4)")
 
 
+def test_batch_normalisation_by_logical_replica_and_over_the_global_batch(found):
+    """Each of the two definitions is what explains the other."""
+    kind = {"normalised": True, "dropped": False, "identical": False}
+    by_replica, over_all = ({**kind, "batch_norm": batch_norm} for batch_norm in ("replica", "global"))
+    finding = found(by_replica, replicas=2, batch_norm="global")
+    expect(finding, 1, "configuration", 5, "those of the whole batch, not of 6 (K = 4)")
+    assert "batch_norm is 'replica' in run A and 'global' in run B" in str(finding)
+    assert len(finding.causes) == 1, str(finding)
+    finding = found(over_all, replicas=2, batch_norm="replica")
+    expect(finding, 1, "configuration", 5, "those of 6 examples (K = 4), not of the whole batch")
+
+
+def test_without_clipping_no_fault_is_taken_for_clipping(found):
+    """Each of two workers normalises its own half, as K = 2 does."""
+    kind = {"normalised": True, "dropped": False, "logical": 1, "clip": None}
+    finding = found(kind, logical=2)
+    assert {cause.number for cause in finding.causes} == {5}, str(finding)
+
+
 def test_moving_statistics_that_drift_apart(found):
     import broken
 

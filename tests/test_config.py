@@ -48,6 +48,9 @@ def test_run_directories_differ_exactly_if_results_may():
         (["--eval_at_steps=5,x"], "--eval_at_steps=5,x"),
         (["--learning_rate=fast"], "learning_rate"),
         (["--learning_rate=nan"], "--learning_rate=nan"),
+        (["--batch_norm=global"], "--noidentical"),
+        (["--batch_norm=global", "--noidentical", "--jit_compile"], "--jit_compile"),
+        (["--batch_norm=batch"], "replica, global"),
         (["stray"], "'stray'"),
     ],
 )

@@ -17,7 +17,12 @@ RUNS = (
 EVERYWHERE = (*RUNS, "by_hand_4", "dropout_masks", "evaluation")
 SIX = ("six",)
 # What a cluster of W workers runs, in one start.
-LISTS = {1: (*EVERYWHERE, "by_hand_2", *SIX), 2: (*EVERYWHERE, "by_hand_2", *SIX, "equal_in_float64"), 3: SIX, 4: EVERYWHERE}
+LISTS = {
+    1: (*EVERYWHERE, "by_hand_2", *SIX, "normalised_globally"),
+    2: (*EVERYWHERE, "by_hand_2", *SIX, "equal_in_float64", "normalised_globally"),
+    3: SIX,
+    4: EVERYWHERE,
+}
 # What four workers run without --soak: on two cores they take turns.
 FOUR = ("plain", "mixed_float16_infinity", "keras_callbacks", "by_hand_4", "dropout_masks", "evaluation")
 
@@ -95,3 +100,14 @@ def test_unordered_float64_training_on_two_workers_is_plain_keras_up_to_rounding
 
     for seen, expected in zip(results(2)[0]["equal_in_float64"], cases.equal_in_float64(), strict=True):
         np.testing.assert_allclose(seen, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_batch_normalisation_over_the_global_batch_is_plain_keras_on_one_and_two_workers(results, tensorflow):
+    import cases
+
+    losses, variables = cases.normalised_globally()
+    for worker in (*results(1), *results(2)):
+        seen = worker["normalised_globally"]
+        np.testing.assert_allclose(seen[0], losses, rtol=1e-12)
+        for values, expected in zip(seen[1], variables, strict=True):
+            np.testing.assert_allclose(values, expected, rtol=1e-10, atol=1e-12)
