@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from app import records
 from app.manifest import Manifest, Split
+from app.positions import Order, Records, shuffled
 from app.preprocessing import Preprocessing
 from cluster.tree import divisors
 
@@ -63,6 +64,7 @@ class TrainingStreams:
         if min(held) == 0:
             raise ShardsError(f"some of {logical_replicas} logical replicas have no example: use fewer --logical_replicas")
         self._examples = np.array(held, np.int64)
+        self._replica_batch_size = global_batch_size // logical_replicas
         self.steps = max(1, round(int(self._examples.sum()) / global_batch_size))
         self.element_spec = (tf.TensorSpec(preprocessing.shape, tf.float32), _label_spec(one_hot))
         self.ids = tf.TensorSpec([3], tf.int64)
@@ -88,7 +90,21 @@ class TrainingStreams:
 
         With ids, elements are (element, int64 [3]): epoch, shard, record.
         """
+        identified = self.identified(first, last, replica_batch_size)
+        return identified.map(self._load(with_ids), tf.data.AUTOTUNE, deterministic=True)
 
+    def batch_at(self, step, k, with_ids: bool = False):
+        """The b examples of logical replica k in step number `step`, from 0: what `examples` would give there, as one batch.
+
+        In a graph, on any worker, without those before; `step` and `k` are scalar int64 tensors.
+        """
+        size, read = self._replica_batch_size, Records(self._manifest, self._manifest.train)
+        numbers, epochs = Order(read, self._shards, self._seed, self._buffer).at(step * size, size, k)
+        found = tf.data.Dataset.zip(tf.data.Dataset.from_tensor_slices(epochs), read.read(numbers))
+        loaded = found.map(lambda epoch, record: self._load(with_ids)(epoch, *record), tf.data.AUTOTUNE, deterministic=True)
+        return loaded.batch(size, drop_remainder=True).get_single_element()
+
+    def _load(self, with_ids):
         def load(epoch, shard, record, serialized):
             image, label = records.parse(serialized, self._manifest)
             # Philox, which tf.random.stateless_* run on, takes any two different keys for independent streams.
@@ -96,23 +112,16 @@ class TrainingStreams:
             element = self._preprocessing.train(image, key), _as_wanted(label, self._one_hot)
             return (element, tf.stack([epoch, shard, record])) if with_ids else element
 
-        return self.identified(first, last, replica_batch_size).map(load, tf.data.AUTOTUNE, deterministic=True)
+        return load
 
     def _epoch(self, k, epoch):
-        """One pass over the shards of k: in another order each time, and block by block of the buffer's size in another order.
-
-        (Dataset.shuffle would mix TensorFlow's global seed in, and fails on a seed from the graph if that is 0.)
-        """
-
-        def shuffled(values, number):
-            key = tf.stack([self._seed * _HIGH + epoch, k * _HIGH + number])
-            return tf.gather(values, tf.random.experimental.stateless_shuffle(tf.range(tf.shape(values)[0]), key))
+        """One pass over the shards of k: in another order each time, and block by block of the buffer's size in another order."""
 
         def mixed(block, examples):
-            order = shuffled(tf.range(tf.shape(examples[0])[0]), block + 1)
+            order = shuffled(tf.range(tf.shape(examples[0])[0]), self._seed, epoch, k, block + 1)
             return tf.data.Dataset.from_tensor_slices(tuple(tf.gather(column, order) for column in examples))
 
-        files = tf.data.Dataset.from_tensor_slices(shuffled(tf.constant(self._shards)[k], 0))
+        files = tf.data.Dataset.from_tensor_slices(shuffled(tf.constant(self._shards)[k], self._seed, epoch, k, 0))
         examples = files.flat_map(lambda shard: _records(self._manifest, self._manifest.train, shard))
         blocks = examples.batch(self._buffer).enumerate()
         mixed_examples = blocks.flat_map(mixed)
@@ -142,6 +151,7 @@ class EvaluationStreams:
         ends = np.cumsum([0] + [shard.examples for shard in manifest.test.shards])
         part = -(-int(ends[-1]) // logical_replicas)
         self.steps = max(1, -(-part // (global_batch_size // logical_replicas)))
+        self.logical_replicas, self._replica_batch_size = logical_replicas, global_batch_size // logical_replicas
         self._pieces = []  # for each k: [shard, first record, records]
         for k in range(logical_replicas):
             start, stop = min(k * part, ends[-1]), min((k + 1) * part, ends[-1])
@@ -166,6 +176,21 @@ class EvaluationStreams:
             real = real.map(lambda shard, record, serialized: (serialized, True))
             return real.concatenate(padding).take(self.steps * replica_batch_size).repeat()
 
+        return _in_turn(stream, first, last, replica_batch_size).map(self._load(), tf.data.AUTOTUNE, deterministic=True)
+
+    def batch_at(self, step, k):
+        """The batch of logical replica k in step number `step`, from 0, of an evaluation: see `TrainingStreams.batch_at`."""
+        size = self._replica_batch_size
+        read = Records(self._manifest, self._manifest.test)
+        numbers = [_numbers(read, pieces)[: self.steps * size] for pieces in self._pieces]
+        table = tf.ragged.constant([n.tolist() for n in numbers], dtype=tf.int64, ragged_rank=1)
+        place = step % self.steps * size
+        real = read.read(table[k][place : place + size]).map(lambda shard, record, serialized: (serialized, True))
+        padding = tf.data.Dataset.from_tensors((tf.constant(""), tf.constant(False))).repeat()
+        loaded = real.concatenate(padding).take(size).map(self._load(), tf.data.AUTOTUNE, deterministic=True)
+        return loaded.batch(size, drop_remainder=True).get_single_element()
+
+    def _load(self):
         def load(serialized, valid):
             def real():
                 image, label = records.parse(serialized, self._manifest)
@@ -175,7 +200,13 @@ class EvaluationStreams:
             nothing = (tf.zeros(self._preprocessing.shape), tf.zeros(label_spec.shape, label_spec.dtype))
             return tf.cond(valid, real, lambda: nothing), valid
 
-        return _in_turn(stream, first, last, replica_batch_size).map(load, tf.data.AUTOTUNE, deterministic=True)
+        return load
+
+
+def _numbers(read, pieces):
+    """The numbers of the records in an evaluation's pieces, which count a shard's records without those that are bad."""
+    ranges = [np.arange(first, min(first + count, read.counts[shard])) + read.starts[shard] for shard, first, count in pieces]
+    return np.concatenate([np.zeros(0, np.int64), *ranges]).astype(np.int64)
 
 
 def _label_spec(one_hot):

@@ -73,6 +73,41 @@ def test_each_pass_of_a_stream_sees_each_of_its_examples_once_in_another_order(s
 
 
 @pytest.mark.parametrize("case", SETS)
+@pytest.mark.parametrize("bad", [(), ((0, 1), (3, 0))])
+def test_the_batch_of_any_step_and_logical_replica_is_found_by_its_place(streams, prepared, tensorflow, case, bad):
+    """Blocks of 5, so that batches of 3 straddle blocks and epochs."""
+    import dataclasses
+
+    made = streams(*case, buffer=5)
+    bad = bad if len(made._shards[0]) > 1 else ()
+    made._manifest = dataclasses.replace(made._manifest, train=dataclasses.replace(made._manifest.train, bad=bad))
+    made = type(made)(made._manifest, made._preprocessing, case[2], EACH * case[2], seed=5, shuffle_buffer=5)
+    at = tensorflow.function(lambda step, k: made.batch_at(step, k, with_ids=True))
+    for k in (0, case[2] - 1):
+        read = list(made.examples(k, k + 1, EACH, with_ids=True).batch(EACH).take(60))
+        for step in (0, 1, 2, 3, 7, 20, 59):
+            found = at(np.int64(step), np.int64(k))
+            tensorflow.nest.map_structure(np.testing.assert_array_equal, found, read[step])
+
+
+@pytest.mark.parametrize("size", [61, 3])
+@pytest.mark.parametrize("bad", [(), ((0, 1),)])
+def test_the_batches_of_an_evaluation_are_found_by_their_place(prepared, tensorflow, size, bad):
+    import dataclasses
+
+    from app import preprocessing
+    from app.streams import EvaluationStreams
+
+    manifest = prepared(f"synthetic:4x4x1:3:{4 * size}", 1)
+    manifest = dataclasses.replace(manifest, test=dataclasses.replace(manifest.test, bad=bad))
+    made = EvaluationStreams(manifest, preprocessing.make("none", manifest.image_shape), 4, 4 * EACH)
+    at = tensorflow.function(made.batch_at)
+    for k in range(4):
+        for step, batch in enumerate(made.examples(k, k + 1, EACH).batch(EACH).take(2 * made.steps)):
+            tensorflow.nest.map_structure(np.testing.assert_array_equal, at(np.int64(step), np.int64(k)), batch)
+
+
+@pytest.mark.parametrize("case", SETS)
 def test_a_step_is_reached_by_skipping_as_by_reading(streams, case):
     """Step 77 lies many epochs on, in the middle of one."""
     read = identities(streams(*case), 1, steps=85)
