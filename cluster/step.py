@@ -93,18 +93,32 @@ class Step:
           wish: float32 [2], this worker's wishes.
           observed: tell what fingerprints are made of, too.
         """
-        trainer, optimizer = self._trainer, self._trainer.optimizer
-        step, loss_scale = self.count.read_value(), self._loss_scale()
-        one_pass = self._passes[True][1]
-        tables = [observe.PassTables(one_pass, trainer.reduction.leaves, ids)] if observed else []
+        one_pass, call, specs = self.training_part(ids, observed)
+        *sums, wish = self._sum_of_passes(one_pass, data, self.count.read_value(), call, specs, wish)
+        return self.update(sums, wish, observed)
 
-        def run_pass(run, examples, k):
+    def training_part(self, ids=0, observed=False):
+        """What each leaf adds to a training step: (its pass, the function (run, examples, k) -> results, their specs)."""
+        one_pass, loss_scale = self._passes[True][1], self.loss_scale()
+        tables = [observe.PassTables(one_pass, self._trainer.reduction.leaves, ids)] if observed else []
+
+        def results_of(run, examples, k):
             element, names = examples if ids else (examples, None)
             results = run(element)
             return results + [t for table in tables for t in table.of(k, element, names, results, loss_scale)]
 
-        specs = one_pass.output_specs + [spec for table in tables for spec in table.specs]
-        *sums, wish = self._sum_of_passes(one_pass, data, step, run_pass, specs, wish)
+        return one_pass, results_of, one_pass.output_specs + [spec for table in tables for spec in table.specs]
+
+    def update(self, sums, wish, observed=False) -> Told:
+        """The step's second half, the same on every replica: division, clipping, optimizer, statistics, metric sums.
+
+        Args:
+          sums: over all leaves, of what `training_part` says.
+          wish: float32 [2], over all replicas.
+          observed: as for `train`.
+        """
+        trainer, optimizer = self._trainer, self._trainer.optimizer
+        one_pass, loss_scale = self._passes[True][1], self.loss_scale()
         gradients, statistics, metric_sums = one_pass.split(sums[: len(one_pass.output_specs)])
         leaves = trainer.reduction.leaves
         gradients = [g / tf.cast(leaves, g.dtype) for g in gradients]
@@ -164,18 +178,38 @@ class Step:
 
     def evaluate(self, data, wish) -> Told:
         """One evaluation step, in replica context; `data` is (element, valid). Padding does not reach the model."""
-        one_pass = self._passes[False][1]
-        nothing = [tf.zeros(spec.shape, spec.dtype) for spec in one_pass.output_specs]
+        one_pass, call, specs = self.evaluation_part()
+        *sums, wish = self._sum_of_passes(one_pass, data, self.count.read_value(), call, specs, wish)
+        self.add_evaluated(sums)
+        return Told(wish, tf.constant(-1))
 
-        def on_valid(run, examples, _):
+    def evaluation_part(self):
+        """What each leaf adds to an evaluation step; see `training_part`."""
+        one_pass = self._passes[False][1]
+
+        def results_of(run, examples, _):
             element, valid = examples
             valid_ones = lambda: tf.nest.map_structure(lambda t: tf.boolean_mask(t, valid), element)  # noqa: E731
-            return tf.cond(tf.reduce_any(valid), lambda: run(valid_ones()), lambda: nothing)
+            nothing = lambda: [tf.zeros(spec.shape, spec.dtype) for spec in one_pass.output_specs]  # noqa: E731
+            return tf.cond(tf.reduce_any(valid), lambda: run(valid_ones()), nothing)
 
-        step = self.count.read_value()
-        *sums, wish = self._sum_of_passes(one_pass, data, step, on_valid, one_pass.output_specs, wish)
+        return one_pass, results_of, one_pass.output_specs
+
+    def add_evaluated(self, sums):
+        """An evaluation step's second half."""
         self._add(self.sums[False], sums)
-        return Told(wish, tf.constant(-1))
+
+    def runner(self, one_pass, step, replica=None):
+        """The function (element, k) -> results of leaf k's pass in this step, from the variables as they are now."""
+        weights = [tf.convert_to_tensor(v.value) for v in one_pass.weights]
+        state = [tf.convert_to_tensor(v.value) for v in one_pass.state]
+        loss_scale = self.loss_scale()
+
+        def run(element, k):
+            seeds = layer_keys(self._trainer.seed, step, k, one_pass.seeds)
+            return one_pass(weights, state, seeds, loss_scale, element, replica)
+
+        return run
 
     def _sum_of_passes(self, one_pass, data, step, call, output_specs, wish):
         """The sum over all leaves k of their `call(run, examples, k)`, which runs one pass on its examples.
@@ -183,25 +217,22 @@ class Step:
         Leaves are the K logical replicas, or the N replicas where the statistics of batch normalisation are global. And, at the
         end of the list, the sum of the replicas' wishes.
         """
-        trainer, reduction = self._trainer, self._trainer.reduction
-        replica = replica_id()
+        reduction, replica = self._trainer.reduction, replica_id()
         first, last = reduction.passes(replica)
         blocks = tf.nest.map_structure(lambda t: tf.reshape(t, [last - first, -1, *t.shape[1:]]), data)
-        weights = [tf.convert_to_tensor(v.value) for v in one_pass.weights]
-        state = [tf.convert_to_tensor(v.value) for v in one_pass.state]
-        loss_scale = self._loss_scale()
+        run = self.runner(one_pass, step, replica)
 
         def of_leaf(k):
-            seeds = layer_keys(trainer.seed, step, k, one_pass.seeds)
             examples = tf.nest.map_structure(lambda t: t[k - first], blocks)
-            return call(lambda data: one_pass(weights, state, seeds, loss_scale, data, replica), examples, k)
+            return call(lambda element: run(element, k), examples, k)
 
         nodes = reduction.nodes(replica)
         wishes = [wish] + [tf.zeros_like(wish)] * (len(nodes) - 1)
         sums = [node_sum(of_leaf, *node, output_specs) for node in nodes]
         return reduction(replica, [[*of_node, one] for of_node, one in zip(sums, wishes, strict=True)])
 
-    def _loss_scale(self):
+    def loss_scale(self):
+        """What the loss of a pass is multiplied by now, a float32 scalar."""
         return tf.cast(self._trainer.optimizer.scale_loss(tf.constant(1.0)), tf.float32)
 
     @staticmethod

@@ -9,7 +9,6 @@ All run under the trainer's own strategy, by turns. What they leave of a whole s
 and bookkeeping; it is negative where parts overlap in the whole step.
 """
 
-import contextlib
 import time
 
 import tensorflow as tf
@@ -64,16 +63,19 @@ def _functions(trainer, streams, training, local):
         return original(replica, sums[replica])
 
     def update(replica):
-        return body(batches[replica], tf.zeros([2]))
+        *sums, wish = finished[replica]
+        return step.update(sums, wish) if training else step.add_evaluated(sums)
 
     functions = {"call": _alone(trainer, local, lambda replica: tf.constant(0.0))}
-    with _instead(trainer, "reduction", _Stop(original)):
+    trainer.reduction = _Stop(original)
+    try:
         functions["passes"] = _alone(trainer, local, passes)
+    finally:
+        trainer.reduction = original
     sums = dict(zip(local, functions["passes"](), strict=True))
     functions["reduction"] = _alone(trainer, local, reduction)
     finished = dict(zip(local, functions["reduction"](), strict=True))
-    with _instead(step, "_sum_of_passes", lambda *_: list(finished[replica_id()])):
-        functions["update"] = _alone(trainer, local, update)
+    functions["update"] = _alone(trainer, local, update)
     return functions
 
 
@@ -85,17 +87,6 @@ class _Stop:
 
     def __call__(self, replica, sums):
         raise _Reached(sums)
-
-
-@contextlib.contextmanager
-def _instead(thing, name, replacement):
-    """Within the block, in which a function is traced, `thing` has another attribute."""
-    original = getattr(thing, name)
-    setattr(thing, name, replacement)
-    try:
-        yield
-    finally:
-        setattr(thing, name, original)
 
 
 def _batch(trainer, streams, replica):
