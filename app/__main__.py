@@ -11,7 +11,7 @@ import sys
 import app
 from app import benchmark_flags, command_line, config, doctor, early, run_dir, startup, verify_flags
 from app.config import UsageError
-from cluster import launcher, preflight, quiet, spec, tree
+from cluster import latecomer, launcher, preflight, quiet, spec, tree
 
 USAGE = """usage: ./run.sh [command] [flags]
 
@@ -276,6 +276,8 @@ def _on_workers(command, settings, options, part, reads=True):
             "Leave one of them out"
         )
     replicas = workers or (member.workers if member else 1)
+    if options.ps or (member and member.ps):
+        replicas = 1  # any worker computes any logical replica
     what = "--workers={}" if workers else "a cluster of {} workers"
     problem = config.batch_problem(settings.global_batch_size, settings.logical_replicas, replicas, what)
     if problem and command != "doctor":  # which says it beside the rest
@@ -303,7 +305,7 @@ def _on_workers(command, settings, options, part, reads=True):
         fewer = lambda left: max(  # noqa: E731
             (n for n in tree.divisors(settings.logical_replicas) if options.min_workers <= n <= left), default=0
         )
-    return launcher.run(own, workers, options.max_restarts, fewer, lambda: run_dir.checkpointed(settings.run_dir))
+    return launcher.run(own, workers, options.max_restarts, fewer, lambda: run_dir.checkpointed(settings.run_dir), options.ps)
 
 
 def _settle(settings):
@@ -328,6 +330,8 @@ def _met(command, settings, member, reads):
     if problems and not member:
         raise UsageError("\n".join(problems))
     card = doctor.card(settings, member, examine, problems) if member or examine else None
+    if member and latecomer.is_one(member):
+        return card, None
     if member:
         show = doctor.shown(settings, card, member) if examine else None
         word, seconds = json.dumps(instead), settings.start_timeout_s

@@ -17,6 +17,7 @@ _TEXT = {str: "DEFINE_string", int: "DEFINE_integer", float: "DEFINE_float", boo
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false, or --name and --noname", "string": "a text"}
 _CLUSTER = {
     "workers": "start so many worker processes on this machine; default: this process alone",
+    "ps": "with --workers: start so many parameter servers and a coordinator beside them, with variables there; default: none",
     "worker_hosts": "addresses of all workers, host:port,host:port, on several machines (instead of TF_CONFIG)",
     "task_index": "which of them this process is, from 0",
     "max_restarts": "with --workers: start all again from the last checkpoint, so often, when one dies or fails [0]",
@@ -31,6 +32,7 @@ class Options:
 
     Attributes:
       workers: of a cluster on this machine, or None.
+      ps: parameter servers of that cluster; 0.
       worker_hosts, task_index: of a cluster of several machines; "" and None.
       max_restarts, min_workers: of a cluster on this machine; 0 and None.
       recipe: the file of flags that the Config is based on, relative to the project's folder; "" if there is none.
@@ -46,6 +48,7 @@ class Options:
     recipe: str
     extra: dict[str, str]
     own: object = None
+    ps: int = 0
 
 
 def parse(
@@ -76,6 +79,8 @@ def parse(
     problems = []
     if given.workers is not None and given.workers < 1:
         problems.append(f"--workers={given.workers}: at least 1")
+    if given.ps is not None and (given.ps < 1 or given.workers is None):
+        problems.append(f"--ps={given.ps}: {'at least 1' if given.ps < 1 else 'needs --workers, on this machine'}")
     problems += _restart_problems(given)
     try:
         config = config_module.resolved({f.name: getattr(given, f.name) for f in dataclasses.fields(Config)})
@@ -94,6 +99,7 @@ def parse(
         ", ".join(str(pathlib.Path(file).resolve()).removeprefix(f"{ROOT}/") for file in files if file),
         {name: getattr(given, name) or "" for name in extra},
         own,
+        given.ps or 0,
     )
     return config, options
 

@@ -50,7 +50,7 @@ def named(data: Data, me):
 
 
 def _own(data, me):
-    workers, number = (me.workers, me.number) if me else (1, 0)
+    workers, number = (me.trainers, me.number) if me else (1, 0)
     return data.training.shards_of(number, workers)
 
 

@@ -115,7 +115,7 @@ class TrainingStreams:
         return load
 
     def _epoch(self, k, epoch):
-        """One pass over the shards of k: in another order each time, and block by block of the buffer's size in another order."""
+        """One pass over the shards of k, in another order each time, as are the examples of each block of the buffer's size."""
 
         def mixed(block, examples):
             order = shuffled(tf.range(tf.shape(examples[0])[0]), self._seed, epoch, k, block + 1)

@@ -71,7 +71,7 @@ def _train(config, strategy, callbacks, me, own):
     record = configuration(config, data.manifest, replicas, me)
     if resume:
         terminal.say(f"resuming at step {resume.step:,} of {total_steps:,}, from the checkpoint in {config.run_dir}")
-    seam.cut(config, resume, chief, me.number if me else 0, me.workers if me else 1)
+    seam.cut(config, resume, chief, me.number if me else 0, me.trainers if me else 1)
     if chief:
         run_dir.write_config(config.run_dir, record, first_step)
     terminal.say(f"{plain.count_params():,} parameters; tracing the first step")

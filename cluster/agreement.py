@@ -31,7 +31,7 @@ def agree(me: Member | None, facts: dict[str, object], timeout_s: float = 600) -
     Raises:
       ClusterError: on every worker, with the worker and the fact that differ from the chief's.
     """
-    if me is None or me.workers == 1:
+    if me is None or me.trainers == 1:
         return
     question = next(_questions)
     _tell(f"facts/{question}/{me.number}", json.dumps(facts))
@@ -62,7 +62,7 @@ def gather(me: Member | None, fact: object, timeout_s: float = 600) -> list | No
       ClusterError: on the chief, if a worker is silent or lost.
     """
     told = [json.dumps(fact)]
-    if me is not None and me.workers > 1:
+    if me is not None and me.trainers > 1:
         question = next(_questions)
         if not me.is_chief:
             _tell(f"told/{question}/{me.number}", told[0])
@@ -79,7 +79,7 @@ def from_chief(me: Member | None, value: object, timeout_s: float = 600) -> obje
     Raises:
       ClusterError: if the chief is silent or lost.
     """
-    if me is None or me.workers == 1:
+    if me is None or me.trainers == 1:
         return value
     question = next(_questions)
     if me.is_chief:
@@ -93,7 +93,7 @@ def bytes_from_chief(me: Member | None, content: bytes | None) -> bytes | None:
 
     They go by the collective broadcast of TensorFlow, one device a worker, in pieces: the key-value store is for small values.
     """
-    if me is None or me.workers == 1:
+    if me is None or me.trainers == 1:
         return content
     size = from_chief(me, None if content is None else len(content))
     if size is None:
@@ -120,7 +120,7 @@ def leave_together(me: Member | None, timeout_s: float = 86400) -> None:
     report that they have finished (the chief may write for long; a worker that is lost ends the wait at once), then every
     worker reports that it leaves and is gone at once, and the chief follows.
     """
-    if me is None or me.workers == 1:
+    if me is None or me.trainers == 1:
         return
     others = range(1, me.workers)
     if me.is_chief:

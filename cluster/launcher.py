@@ -2,7 +2,8 @@
 
     python -m cluster.launcher --workers=2 my_training.py --its=flags
 
-Each process gets a TF_CONFIG with W addresses on 127.0.0.1, its share of the GPUs, and its output prefixed by its number.
+Each process gets a TF_CONFIG with W addresses on 127.0.0.1, its share of the GPUs, and its output prefixed by its number. With
+parameter servers there are a coordinator, number 0, and the ps beside them, and a worker that dies ends nobody else.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from cluster import spec, wishes
 _GRACE_S = 10  # for the others to finish, after the first worker has ended well
 
 
-def run(command: list[str], workers: int, restarts: int = 0, fewer=None, progress=None) -> int:
+def run(command: list[str], workers: int, restarts: int = 0, fewer=None, progress=None, ps: int = 0) -> int:
     """Runs `command` as each of `workers` processes on 127.0.0.1, until all have ended.
 
     Args:
@@ -31,6 +32,8 @@ def run(command: list[str], workers: int, restarts: int = 0, fewer=None, progres
       restarts: start the cluster again so often when a worker has died or failed; not for a mistake of the user's (status 2),
         after a signal to this process, or when two starts in a row have ended without progress.
       fewer: maps how many workers are left to how many a restart has, 0 for none; None: as many as before.
+      ps: so many parameter servers, and a coordinator, beside the workers, each of which is started again by itself up to
+        `restarts` times when it dies; the rest is as above.
       progress: what has been reached, a function of no arguments whose value changes with it; None, or its None: not known.
     Returns:
       0 if all ended well; 75 if they have stopped to be resumed; else the status of the first that failed (128 + n if signal n
@@ -41,7 +44,7 @@ def run(command: list[str], workers: int, restarts: int = 0, fewer=None, progres
     try:
         fruitless, reached = 0, progress and progress()
         for left in range(restarts, -1, -1):
-            status, lost = _run_once(command, workers, wanted)
+            status, lost = _run_once(command, workers, wanted, ps, restarts)
             asked = status == wishes.RESUMABLE and not lost  # somebody asked a worker to stop
             if status in (0, 2) or asked or wanted or not left:
                 return status
@@ -64,7 +67,7 @@ def run(command: list[str], workers: int, restarts: int = 0, fewer=None, progres
             signal.signal(number, handler)
 
 
-def _run_once(command, workers, wanted):
+def _run_once(command, workers, wanted, ps=0, replacements=0):
     """One cluster, from start to end: (status, how many workers have died or failed by themselves)."""
     processes, readers = [], []
     try:
@@ -72,12 +75,16 @@ def _run_once(command, workers, wanted):
         each = len(gpus) // workers
         if gpus and not each:
             print(f"{len(gpus)} GPUs for {workers} workers: all use the CPU", file=sys.stderr, flush=True)
-        for number, tf_config in enumerate(spec.local_cluster(free_addresses(workers))):
-            environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "TF_CONFIG": tf_config, "PYTHONUNBUFFERED": "1"}
+        tf_configs = spec.local_cluster(free_addresses(workers + ps + bool(ps)), ps)
+        computing = range(bool(ps), bool(ps) + workers)
+
+        def start(number):
+            environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "TF_CONFIG": tf_configs[number], "PYTHONUNBUFFERED": "1"}
             if sys.stdout.isatty():  # a line that begins with CR is shown as a bar
                 environment["LOCKSTEP_BAR"] = str(shutil.get_terminal_size().columns - len("[0] "))
             if gpus:
-                mine = gpus[number * each : (number + 1) * each]  # as many for each: one kind of replica
+                place = number - computing[0]
+                mine = gpus[place * each : (place + 1) * each] if number in computing else []  # as many: one kind of replica
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine) or "-1"
             process = subprocess.Popen(
                 command,
@@ -88,11 +95,16 @@ def _run_once(command, workers, wanted):
                 start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on
                 preexec_fn=_die_with_parent,
             )
-            processes.append(process)
             relay = (process.stdout, f"[{number}] ", wanted)
             readers.append(threading.Thread(target=_relay, args=relay, daemon=True))
             readers[-1].start()
-        status, hanging = _wait(processes, wanted)
+            return process
+
+        for number in range(len(tf_configs)):
+            processes.append(start(number))
+        called = spec.parse(tf_configs[0]).called if ps else "worker {}".format
+        spare = _Spare(computing if ps else (), start, replacements, called)
+        status, hanging = _wait(processes, wanted, spare)
         return status, hanging + sum(p.poll() not in (None, 0, wishes.RESUMABLE) for p in processes)
     finally:
         for process in processes:
@@ -104,7 +116,7 @@ def _run_once(command, workers, wanted):
             reader.join(timeout=2)
 
 
-def _wait(processes, wanted) -> tuple[int, int]:
+def _wait(processes, wanted, spare) -> tuple[int, int]:
     """Until all have ended, one has failed, or a second signal came: the exit status, and how many stayed after the others.
 
     A first signal is passed on: a worker that trains stops after its step, with a checkpoint; another ends at once.
@@ -120,24 +132,54 @@ def _wait(processes, wanted) -> tuple[int, int]:
             for process in processes:
                 if process.poll() is None:
                     process.send_signal(wanted[-1])
-        statuses = [process.poll() for process in processes]
+        spare.look(processes, wanted)
+        statuses = [0 if number in spare.gone else process.poll() for number, process in enumerate(processes)]
         for number, status in enumerate(statuses):
             if status and status != wishes.RESUMABLE:
                 if wanted:
                     return 128 + wanted[0], 0
-                name = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"failed with status {status}"
                 if len(processes) > 1:
-                    _say(f"worker {number} {name}; ending the others")
+                    _say(f"{spare.called(number)} {_ended(status)}; ending the others")
                 return 128 - status if status < 0 else status, 0
         if None not in statuses:
             return max(statuses), 0
-        if set(statuses) != {None} and deadline is None:
+        if any(status is not None for number, status in enumerate(statuses) if number not in spare.gone) and deadline is None:
             deadline = time.monotonic() + _GRACE_S
         if deadline and time.monotonic() > deadline:
             still = [number for number, status in enumerate(statuses) if status is None]
             _say(f"workers {still} did not end with the others; ending them")
             return max([status for status in statuses if status] or [1]), len(still)
         time.sleep(0.05)
+
+
+def _ended(status):
+    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"failed with status {status}"
+
+
+class _Spare:
+    """The workers of a coordinator, which goes on without one that dies; it is started again, so often as is wanted.
+
+    Attributes:
+      gone: the numbers of those that have died and are not started again.
+      called: what a process of this number is called.
+    """
+
+    def __init__(self, numbers, start, replacements, called):
+        self._start, self._left, self.gone, self.called = start, dict.fromkeys(numbers, replacements), set(), called
+
+    def look(self, processes, wanted):
+        """Replaces those that have died."""
+        for number, left in self._left.items():
+            status = processes[number].poll()
+            if number in self.gone or status in (None, 0, 2, wishes.RESUMABLE):
+                continue
+            if left and not wanted:
+                self._left[number] = left - 1
+                _say(f"{self.called(number)} {_ended(status)}; starting it again ({left - 1} times more)")
+                processes[number] = self._start(number)
+            else:
+                self.gone.add(number)
+                _say(f"{self.called(number)} {_ended(status)}; going on without it")
 
 
 def free_addresses(count: int) -> list[str]:

@@ -4,6 +4,9 @@ TensorFlow tells a lost worker late, in thirty lines that do not name it, and a 
 never. So every worker holds a connection to the chief, which the kernel closes when a process dies, and says over it every
 second what it does. A worker that gives no sign of life for `timeout_s`, whatever it does, ends all. The connection goes to
 the chief's own address, at a port that the system chooses; what it carries is text that is only shown.
+
+With parameter servers the chief coordinates: it goes on without a worker that ends, ends with a parameter server that does, and
+tells all how to end; another process's wish to stop comes to it this way.
 """
 
 import contextlib
@@ -20,6 +23,7 @@ from cluster import agreement, wishes
 
 _EVERY_S = 1.0
 _VERDICT_S = 5.0
+_ALONE_S = 60.0  # so long a coordinator waits for a worker to come back when it has none
 _doing, _since = None, time.monotonic()
 
 stacks = None  # path of a file for the stacks of a worker that hangs; None: standard error
@@ -39,10 +43,13 @@ class Lifeline:
       me: this process in its cluster, or None.
       timeout_s: the longest time without a sign of life.
       end: called as end(status) when it is over; does not return.
+      place: where the chief listens, if that is known: on the chief a `listener`, elsewhere its port; None: it is told through
+        TensorFlow's coordination service.
     """
 
-    def __init__(self, me, timeout_s, end):
-        self._me, self._timeout, self._end = me, timeout_s, end
+    def __init__(self, me, timeout_s, end, place=None):
+        self._me, self._timeout, self._end, self._place = me, timeout_s, end, place
+        self._left = time.monotonic()  # since when no worker is here
         self._ending, self._leaving = threading.Event(), False
         self._peers = {}  # socket: what is known of the worker behind it
         self._lock = threading.Lock()
@@ -52,21 +59,22 @@ class Lifeline:
         sign(None)
         loop = self._watch_alone
         if self._me and self._me.workers > 1:
-            host = self._me.addresses[0].rpartition(":")[0].strip("[]")
             if self._me.is_chief:
-                self._listener = socket.create_server((host, 0), family=_family(host))
-                agreement.from_chief(self._me, self._listener.getsockname()[1])
+                self._listener = self._place or listener(self._me)
+                if not self._place:
+                    agreement.from_chief(self._me, port_of(self._listener))
                 loop = self._watch_all
             else:
-                connection = socket.create_connection((host, agreement.from_chief(self._me, None)), timeout=30)
-                self._add(connection, "the chief", self._me.addresses[0])
+                port = self._place or agreement.from_chief(self._me, None)
+                connection = socket.create_connection((_host(self._me), port), timeout=30)
+                self._add(connection, self._me.called(0), self._me.addresses[0])
                 loop = self._watch_chief
         threading.Thread(target=loop, daemon=True, name="lifeline").start()
 
-    def leave(self):
-        """Before a good end: nobody is to miss this process."""
+    def leave(self, status=0):
+        """Before a good end: nobody is to miss this process. Those who work for it end with its status."""
         self._leaving = True
-        self._send({"bye": True})
+        self._send({"bye": True, "ended": status})
 
     def failed(self, why: str):
         """Before a bad end: tells the others why."""
@@ -87,7 +95,8 @@ class Lifeline:
             while not self._leaving:
                 for key, _ in selector.select(_EVERY_S):
                     self._read(key.fileobj, selector)
-                self._send({"worker": self._me.number, "doing": _doing, "age": time.monotonic() - _since})
+                own = {"worker": self._me.number, "doing": _doing, "age": time.monotonic() - _since}
+                self._send({**own, "wish": wishes.mine[wishes.STOP]} if self._me.ps else own)
                 self._look_for_silence(self._timeout)
                 self._look_at_myself()
 
@@ -104,6 +113,7 @@ class Lifeline:
                         self._read(key.fileobj, selector)
                 self._send({"remedy": remedy})
                 self._look_for_silence(self._timeout)
+                self._look_for_workers()
                 self._look_at_myself()
 
     def _add(self, connection, name, address):
@@ -120,7 +130,7 @@ class Lifeline:
             selector.unregister(connection)
             del self._peers[connection]
             if peer["name"] and not peer["bye"]:
-                self._over(f"{peer['name']} ({peer['address']}) has ended without a word")
+                self._lost(peer)
             return
         peer["heard"], peer["text"] = time.monotonic(), peer["text"] + received
         *lines, peer["text"] = peer["text"].split(b"\n")
@@ -128,11 +138,25 @@ class Lifeline:
             with contextlib.suppress(ValueError):
                 self._hear(peer, json.loads(line))
 
+    def _lost(self, peer):
+        what = f"{peer['name']} ({peer['address']}) has ended without a word"
+        if not (self._me.is_chief and self._me.is_worker(peer.get("number", 0))):
+            self._over(what)
+        elif not self._leaving:
+            print(f"{what}: the others do its work, and it may come back", file=sys.stderr, flush=True)
+
     def _hear(self, peer, said):
         if isinstance(number := said.get("worker"), int) and 0 <= number < self._me.workers:
-            peer["name"], peer["address"] = f"worker {number}" if number else "the chief", self._me.addresses[number]
+            peer |= {"number": number, "name": self._me.called(number), "address": self._me.addresses[number]}
         peer |= {key: said[key] for key in ("doing", "age", "bye") if key in said}
-        if "failed" in said:
+        if said.get("wish") and wishes.attend():
+            wishes.mine[wishes.STOP] = 1
+        if "ended" in said and self._me.number and self._me.ps:
+            self._leaving = True
+            self._end(said["ended"])
+        if "failed" in said and self._me.is_chief and self._me.is_worker(peer.get("number", 0)):
+            print(f"{peer['name']} has failed: {said['failed']}", file=sys.stderr, flush=True)
+        elif "failed" in said:
             peer["bye"] = True
             time.sleep(1)  # this one may be about to end for the same reason, and to say it better
             self._over(f"{peer['name']} has failed: {said['failed']}")
@@ -155,16 +179,23 @@ class Lifeline:
             if peer["name"] and not peer["bye"] and silent > longest:
                 self._over(f"{peer['name']} ({peer['address']}) has given no sign of life for {silent:.0f} s, {_shown(peer)}")
 
+    def _look_for_workers(self):
+        """A coordinator without workers ends after a while, unless one that has come back brings it on."""
+        if not self._me.ps or any(self._me.is_worker(peer.get("number", 0)) for peer in self._peers.values()):
+            self._left = time.monotonic()
+        elif _doing and time.monotonic() - max(self._left, _since) > _ALONE_S:
+            self._over(f"all workers have ended, and none has come back within {_ALONE_S:.0f} s")
+
     def _look_at_myself(self):
         age = time.monotonic() - _since
         if _doing is None or age < self._timeout:
             return
         file = open(stacks, "a") if stacks else sys.stderr  # noqa: SIM115
         faulthandler.dump_traceback(file, all_threads=True)
-        others = [f"{p['name']}: {_shown(p)}" for p in self._peers.values() if p["name"] and p["name"] != "the chief"]
+        others = [f"{p['name']}: {_shown(p)}" for p in self._peers.values() if p.get("number")]
         also = f" ({'; '.join(others)})" if others else ""
         where = f"; the stacks of its threads are in {stacks}" if stacks else ""
-        name = "this process" if self._me is None else "the chief" if self._me.is_chief else f"worker {self._me.number}"
+        name = "this process" if self._me is None else self._me.called(self._me.number)
         self._over(f"{name} has been in {_doing} for {age:.0f} s{also}{where}")
 
     def _over(self, why, pass_on=True):
@@ -191,6 +222,19 @@ class Lifeline:
             self._look_for_silence(_VERDICT_S)
         elif not self._leaving:
             time.sleep(60)
+
+
+def listener(me):
+    """A socket for the chief to listen at for all others: at its own address, at a port that the system chooses."""
+    return socket.create_server((_host(me), 0), family=_family(_host(me)))
+
+
+def port_of(listening) -> int:
+    return listening.getsockname()[1]
+
+
+def _host(me):
+    return me.addresses[0].rpartition(":")[0].strip("[]")
 
 
 def _shown(peer):

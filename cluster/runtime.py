@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from cluster import agreement, lifeline, preflight, quiet, spec, start_deadline, wishes
+from cluster import agreement, latecomer, lifeline, parameter_servers, preflight, quiet, spec, start_deadline, wishes
 
 
 def configure(identical=True, intra_op_threads=1, seed=0):
@@ -93,25 +93,33 @@ def run(
         me = spec.from_environment()
         if me:
             os.environ["TF_CONFIG"] = me.tf_config  # where TensorFlow looks, also if Slurm told us
-        signals = _Signals()
-        if me and me.workers > 1:
+        signals, place = _Signals(), None
+        late = bool(me) and latecomer.is_one(me)
+        if me and me.workers > 1 and not late:
+            if me.ps and me.is_chief:
+                place = lifeline.listener(me)
             with quiet.hushed(not verbose):
                 card = (card or preflight.Card()).add(_facts(identical, intra_op_threads, seed, communication))
-            instead = json.loads(preflight.check(me, card, start_timeout_s, json.dumps(instead), identical))
+            word = json.dumps([instead, lifeline.port_of(place) if place else None])
+            instead, port = json.loads(preflight.check(me, card, start_timeout_s, word, identical))
+            place = place or port
         if instead:
             status, text = instead
             print(text, file=sys.stderr if status else sys.stdout)
             _end(status)
         with start_deadline.watched(me, start_timeout_s), quiet.hushed(not verbose):
             configure(identical, intra_op_threads, seed)
-            strategy = make_strategy(communication)
+            if me and me.ps:
+                strategy = parameter_servers.start(me, identical, intra_op_threads)
+            else:
+                strategy = make_strategy(communication)
         signals.started()
-        line = lifeline.Lifeline(me, step_timeout_s, _end)
+        line = lifeline.Lifeline(None if late else me, step_timeout_s, _end, place)
         line.start()
         signals.line = line
-        status = main(strategy) or 0
+        status = parameter_servers.serve(me, late) if strategy is None else main(strategy) or 0
         if status in (0, wishes.RESUMABLE):
-            line.leave()
+            line.leave(status)
             agreement.leave_together(me)
     except spec.ClusterError as error:
         if line and isinstance(error, agreement.Lost):

@@ -1,7 +1,8 @@
 """Who this process is in its cluster: told by TF_CONFIG, by two flags or by Slurm, and checked before TensorFlow sees it.
 
 TF_CONFIG is a JSON object: {"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}. The cluster
-may name one "chief", which is then worker number 0; otherwise worker 0 is the chief.
+may name one "chief", which is then worker number 0; otherwise worker 0 is the chief. With "ps" tasks, parameter servers, the
+chief is needed: it coordinates, and the workers compute for it.
 """
 
 import dataclasses
@@ -13,8 +14,8 @@ import re
 
 from cluster import slurm
 
-JOBS = ("chief", "worker")
-_LATER = ("ps", "evaluator")  # jobs that TensorFlow knows
+JOBS = ("chief", "worker", "ps")
+_LATER = ("evaluator",)  # jobs that TensorFlow knows
 _FORM = """{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}"""
 
 
@@ -27,12 +28,13 @@ class Member:
     """This process in its cluster.
 
     Attributes:
-      number: 0 <= number < workers, the chief first.
-      workers: processes that train.
+      number: 0 <= number < workers, the chief first, parameter servers last.
+      workers: processes of the cluster.
       name: its job and index, as in 'worker 1'.
       addresses: of all of them, by number.
       tf_config: the TF_CONFIG that says all this; TensorFlow looks for it in os.environ["TF_CONFIG"], and nowhere else.
       origin: what told us: TF_CONFIG, --worker_hosts or Slurm.
+      ps: how many of them are parameter servers.
     """
 
     number: int
@@ -41,10 +43,28 @@ class Member:
     addresses: tuple[str, ...]
     tf_config: str = dataclasses.field(default="", repr=False, compare=False)
     origin: str = dataclasses.field(default="TF_CONFIG", compare=False)
+    ps: int = 0
 
     @property
     def is_chief(self) -> bool:
         return self.number == 0
+
+    @property
+    def trainers(self) -> int:
+        """How many processes run the program: all; with parameter servers the coordinator alone, for which others compute."""
+        return 1 if self.ps else self.workers
+
+    def is_worker(self, number: int) -> bool:
+        """Whether that process computes for a coordinator, and can be done without."""
+        return self.ps > 0 and 0 < number < self.workers - self.ps
+
+    def called(self, number: int) -> str:
+        """How lines call a process: 'worker 1'; 'the chief', or, with parameter servers, 'the coordinator' and 'ps 0'."""
+        if number == 0:
+            return "the coordinator" if self.ps else "the chief"
+        if not self.ps:
+            return f"worker {number}"
+        return f"worker {number - 1}" if self.is_worker(number) else f"ps {number - (self.workers - self.ps)}"
 
 
 def from_environment(environ=None, worker_hosts="", task_index=None) -> Member | None:
@@ -81,15 +101,20 @@ def parse(text: str, origin: str = "TF_CONFIG") -> Member:
     problems = [*_cluster_problems(cluster), *_task_problems(task, cluster)]
     if problems:
         raise ClusterError("\n".join(problems))
-    chiefs, workers = cluster.get("chief", []), cluster.get("worker", [])
+    parts = [cluster.get(job, []) for job in JOBS]
     job, index = task["type"], _whole(task["index"])
-    number = index if job == "chief" else len(chiefs) + index
-    return Member(number, len(chiefs) + len(workers), f"{job} {index}", (*chiefs, *workers), text, origin)
+    number = sum(map(len, parts[: JOBS.index(job)])) + index
+    addresses = tuple(address for part in parts for address in part)
+    return Member(number, len(addresses), f"{job} {index}", addresses, text, origin, len(parts[2]))
 
 
-def local_cluster(addresses: list[str]) -> list[str]:
-    """A TF_CONFIG for each of the workers at these addresses."""
-    return [_tf_config(addresses, index) for index in range(len(addresses))]
+def local_cluster(addresses: list[str], ps: int = 0) -> list[str]:
+    """A TF_CONFIG for each of the workers at these addresses; with `ps`, the first coordinates and so many are the last."""
+    if not ps:
+        return [_tf_config(addresses, index) for index in range(len(addresses))]
+    jobs = {"chief": addresses[:1], "worker": addresses[1:-ps], "ps": addresses[-ps:]}
+    tasks = [{"type": job, "index": index} for job, held in jobs.items() for index in range(len(held))]
+    return [json.dumps({"cluster": jobs, "task": task}) for task in tasks]
 
 
 def _tf_config(addresses, index):
@@ -161,13 +186,18 @@ def _cluster_problems(cluster):
         if job in JOBS:
             yield from _list_problems(f"TF_CONFIG cluster '{job}'", addresses)
         elif job in _LATER:
-            lacking = "" if any(known in cluster for known in JOBS) else f" and no {_names(reversed(JOBS), 'or')}"
-            yield f"{where}{lacking}: not yet: only chief and worker train so far; leave it out"
+            lacking = "" if any(known in cluster for known in JOBS) else f" and no {_names(('worker', 'chief'), 'or')}"
+            yield f"{where}{lacking}: not yet: only {_names(JOBS)} are known so far; leave it out"
         else:
             yield f"{where}, which is unknown: {_nearest(job)}"
     known = {job: cluster[job] for job in JOBS if isinstance(cluster.get(job), list)}
     if len(known.get("chief", [])) > 1:
         yield f"TF_CONFIG cluster has {len(known['chief'])} chiefs, {_names(known['chief'])}; leave one, the others are workers"
+    if "ps" in known and (missing := [job for job in ("chief", "worker") if job not in cluster]):
+        yield (
+            f"TF_CONFIG cluster has 'ps' and no {_names(missing, 'or')}: with parameter servers the chief coordinates, and "
+            f"workers compute: add {_names(missing)}"
+        )
     names = [(f"{job} {number}", address) for job in known for number, address in enumerate(known[job])]
     yield from _repeated("TF_CONFIG cluster", names)
 
@@ -184,9 +214,9 @@ def _task_problems(task, cluster):
                 given = f"index is {_short(task['index'])}" if "index" in task else "has no 'index'"
                 yield f"TF_CONFIG task {given}; '{job}' has {_indices(cluster[job])}"
     elif job in _LATER:
-        yield f"TF_CONFIG task type is '{job}': not yet: only chief and worker train so far; leave this process out"
+        yield f"TF_CONFIG task type is '{job}': not yet: only {_names(JOBS)} are known so far; leave this process out"
     elif job in JOBS:
-        if any(known in cluster for known in JOBS):  # otherwise the cluster's problem has been told
+        if "chief" in cluster or "worker" in cluster:  # otherwise the cluster's problem has been told
             yield f"TF_CONFIG task type is '{job}', but the cluster has {_names(cluster)}; use one of these, or add '{job}'"
     else:
         yield f"TF_CONFIG task type is {_short(job)}, which is unknown: {_nearest(job)}"

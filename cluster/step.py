@@ -8,7 +8,7 @@ import typing
 
 import tensorflow as tf
 
-from cluster import digest, observe
+from cluster import digest, observe, parameter_servers
 from cluster.reduction import replica_id
 from cluster.replica_pass import ReplicaPass, is_seed, layer_keys, node_sum
 
@@ -131,6 +131,8 @@ class Step:
         for position, total in zip(one_pass.moving, statistics, strict=True):
             variable = one_pass.state[position]
             mean = total // leaves if total.dtype.is_integer else total / tf.cast(leaves, total.dtype)
+            if trainer.asynchronous:  # others have changed it since the pass read it: it told the change
+                mean += variable.value
             variable.assign(mean if commit is None else tf.where(commit, mean, variable.value))
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         if trainer.schedule is not None:
@@ -253,4 +255,5 @@ class Step:
 
 def _plain_variable(value, dtype):
     # tf.distribute would reduce a metric's own (on-read) variables once more; these hold finished global numbers.
-    return tf.Variable(value, dtype=dtype, trainable=False, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
+    with parameter_servers.on_coordinator():
+        return tf.Variable(value, dtype=dtype, trainable=False, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)

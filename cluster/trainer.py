@@ -22,6 +22,7 @@ from tensorflow.python.framework.config import is_op_determinism_enabled
 
 from cluster import checkpoint, datasets, global_batch_norm, lifeline, losses, tree, wishes
 from cluster.reduction import Reduction
+from cluster.remote_steps import RemoteSteps
 from cluster.step import Step
 
 
@@ -41,6 +42,10 @@ class Trainer(keras.Model):
       communication: TensorFlow's hint, 'auto', 'ring' or 'nccl'; it changes no order of addition.
       batch_norm: batch normalisation takes its statistics over the examples of a logical 'replica', or over the 'global' batch
         (`global_batch_norm.py`), which needs identical=False and a model without random layers.
+      asynchronous: with ParameterServerStrategy, an update for each result when it comes: of one logical replica, K = 1.
+
+    Under ParameterServerStrategy the data has to be streams that tell a batch by its place, `batch_at(step, k)`: see
+    `remote_steps.py`.
 
     Raises:
       ValueError: if K does not divide B or N does not divide K (the message names what would do), or if `identical` is
@@ -57,6 +62,7 @@ class Trainer(keras.Model):
         identical=True,
         communication="auto",
         batch_norm="replica",
+        asynchronous=False,
     ):
         super().__init__(name=f"{model.name}_trainer")
         if identical and not is_op_determinism_enabled():
@@ -65,7 +71,7 @@ class Trainer(keras.Model):
             if identical:
                 raise ValueError("batch_norm='global' adds within the passes, in another order for every N: identical=False.")
             global_batch_norm.check_layers(model)
-        self.batch_norm = batch_norm
+        self.batch_norm, self.asynchronous = batch_norm, asynchronous
         self.model = model
         self.global_batch_size = global_batch_size
         self.logical_replicas = logical_replicas or tree.default_logical_replicas(global_batch_size)
@@ -76,9 +82,14 @@ class Trainer(keras.Model):
                 f"batch of {near} or {near + self.logical_replicas}, or K out of {tree.divisors(global_batch_size)}."
             )
         self.seed = seed
-        self.reduction = Reduction(
-            self.distribute_strategy, self.logical_replicas, identical, communication, together=batch_norm == "global"
-        )
+        self._remote, strategy = None, self.distribute_strategy
+        if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+            if batch_norm == "global":
+                raise ValueError("batch_norm='global' adds over workers within the passes; with parameter servers none can.")
+            self._remote = RemoteSteps(self, strategy)
+            strategy = tf.distribute.OneDeviceStrategy("CPU:0")  # the coordinator alone adds
+        together = batch_norm == "global"
+        self.reduction = Reduction(strategy, self.logical_replicas, identical, communication, together=together)
         self._training_metrics = True
         self._steps_per_epoch, self._steps_done = None, 0
         self._records, self._record_names = [], []
@@ -92,6 +103,11 @@ class Trainer(keras.Model):
     def step(self) -> int:
         """t, the number of training steps taken."""
         return int(self._step.count.numpy())
+
+    @property
+    def steps_to_come(self) -> int:
+        """How many steps the epoch, or the run if that is less, had to come at the last execution's end."""
+        return min(self._steps_per_epoch - self._steps_done, self._steps_left)
 
     def compile(
         self, optimizer="rmsprop", loss=None, loss_weights=None, metrics=None, *, jit_compile=False, schedule=None, **kwargs
@@ -174,8 +190,9 @@ class Trainer(keras.Model):
             if class_weight:
                 raise ValueError("class_weight is for a tf.data.Dataset; let the streams yield (x, y, sample_weight) instead.")
             spec, steps_per_epoch = self._batch_spec(x), steps_per_epoch or x.steps
-            x = self._distribute(x, bool(ids))
+            x = self._distribute(x, bool(ids), training=True)
         else:
+            self._need_streams()
             if class_weight:
                 x = x.map(make_class_weight_map_fn(class_weight))
             x, steps_per_epoch = datasets.training(x, self.global_batch_size, self.distribute_strategy, steps_per_epoch)
@@ -230,16 +247,23 @@ class Trainer(keras.Model):
         if hasattr(data, "examples"):
             self._prepare(False, self._batch_spec(data)[0])
             return self._distribute(data), steps or data.steps
+        self._need_streams()
         data, steps = datasets.evaluation(
             data, self.distribute_strategy, self.logical_replicas, batch_size or self.global_batch_size, steps
         )
         self._prepare(False, data.element_spec[0])
         return data, steps
 
+    def _need_streams(self):
+        if self._remote:
+            raise ValueError("With parameter servers, data has to be streams that tell a batch by its place: see Trainer.")
+
     def _batch_spec(self, streams):
         return datasets.batch_spec(streams.element_spec, self.global_batch_size)
 
-    def _distribute(self, streams, ids=False):
+    def _distribute(self, streams, ids=False, training=False):
+        if self._remote:
+            return self._remote.distribute(streams, training)
         return datasets.distribute(streams, self.distribute_strategy, self.logical_replicas, self.global_batch_size, ids)
 
     def _prepare(self, training, spec):
@@ -273,12 +297,14 @@ class Trainer(keras.Model):
 
     def make_train_function(self, force=False):
         if force or self.train_function is None:
-            several_steps = self._on_iterator(lambda *part: self._step.train(*part, self._ids))
-            observed_step = self._observed_step()
+            if self._remote:
+                several_steps, observed_step = self._remote.several_steps, self._remote.observed_step
+            else:
+                several_steps = self._on_iterator(lambda *part: self._step.train(*part, self._ids))
+                observed_step = self._observed_step()
 
             def train_function(iterator):
-                in_epoch = self._steps_per_epoch - self._steps_done
-                steps = min(self.steps_per_execution, in_epoch, self._steps_left)  # cut at the epoch's and the run's end
+                steps = min(self.steps_per_execution, self.steps_to_come)  # cut at the epoch's and the run's end
                 self._records = []
                 lifeline.sign(f"step {self._t + 1}")
                 for observed, count in self._recorded_or_not(steps):
@@ -318,7 +344,7 @@ class Trainer(keras.Model):
 
     def make_test_function(self, force=False):
         if force or self.test_function is None:
-            several_steps = self._on_iterator(self._step.evaluate)
+            several_steps = self._remote.evaluate_step if self._remote else self._on_iterator(self._step.evaluate)
 
             def test_function(iterator):
                 lifeline.sign(f"evaluation after step {self.step}")
@@ -384,10 +410,10 @@ class Trainer(keras.Model):
         with keras.StatelessScope(self._step.metric_values(True)):
             return list(super().get_metrics_result())
 
-    def _record(self, told, wait):
+    def _record(self, told, wait, more=()):
         with keras.StatelessScope(self._step.metric_values(True, told.sums)):
             values = super().get_metrics_result()
-        values |= {"learning_rate": told.learning_rate, "gradient_norm": told.norm, "input_wait_s": wait}
+        values |= {"learning_rate": told.learning_rate, "gradient_norm": told.norm, "input_wait_s": wait, **dict(more)}
         self._record_names = list(values)
         return [tf.cast(value, tf.float32) for value in values.values()]
 
@@ -402,6 +428,7 @@ class Trainer(keras.Model):
 
         The metrics of that step alone, over the global batch; `learning_rate`; `gradient_norm`, of the global gradient before
         clipping; and `input_wait_s`, how long this worker waited for its data. All but the last are the same on every worker.
+        If asynchronous, `staleness`: how many updates were made since the step's weights were read.
         """
         tables = [[stack.numpy().tolist() for stack in stacks] for stacks in self._records]
         rows = [row for columns in tables for row in zip(*columns, strict=True)]

@@ -34,6 +34,11 @@ def stop(number: int) -> bool:
     return True
 
 
+def attend() -> bool:
+    """Whether somebody attends to wishes now."""
+    return _attended
+
+
 @contextlib.contextmanager
 def attended():
     """Within the block a first SIGINT or SIGTERM is a wish: whoever trains in it ends by `Stopped`. A wish ends with it."""

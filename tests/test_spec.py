@@ -10,7 +10,8 @@ from cluster import slurm, spec
 
 TWO = {"worker": ["a:1", "b:2"]}
 THREE = {"chief": ["c:1"], **TWO}
-LATER = "not yet: only chief and worker train so far"
+PS = {**THREE, "ps": ["d:1"]}
+LATER = "not yet: only 'chief', 'worker' and 'ps' are known so far"
 
 
 def config(cluster=TWO, **task):
@@ -34,6 +35,7 @@ def problems(function, *arguments):
         (config(index="1"), 1, "worker 1"),
         (config(THREE, type="chief"), 0, "chief 0"),
         (config(THREE, index=1), 2, "worker 1"),
+        (config(PS, type="ps"), 3, "ps 0"),
         (config({"chief": ["c:1"]}, type="chief"), 0, "chief 0"),
         (config({"worker": ["[::1]:5000"]}), 0, "worker 0"),
         (config({"worker": ["[fd00::a%eth0]:65535", "node-1.my_net.local:1"]}, index=1), 1, "worker 1"),
@@ -48,6 +50,16 @@ def test_a_process_learns_who_it_is(text, number, name):
 def test_the_chief_comes_first_in_the_addresses():
     member = spec.parse(config({"worker": ["a:1", "b:2"], "chief": ["c:1"]}, index=1))
     assert (member.addresses, member.workers, member.addresses[member.number]) == (("c:1", "a:1", "b:2"), 3, "b:2")
+
+
+def test_with_parameter_servers_the_chief_alone_runs_the_program_and_each_process_is_called_by_its_role():
+    local = [spec.parse(text) for text in spec.local_cluster(["a:1", "b:1", "c:1", "d:1"], ps=1)]
+    assert [m.name for m in local] == ["chief 0", "worker 0", "worker 1", "ps 0"]
+    assert [(m.number, m.workers, m.trainers, m.ps) for m in local] == [(i, 4, 1, 1) for i in range(4)]
+    assert [local[0].called(i) for i in range(4)] == ["the coordinator", "worker 0", "worker 1", "ps 0"]
+    assert [local[0].is_worker(i) for i in range(4)] == [False, True, True, False]
+    without = spec.parse(config(THREE))
+    assert (without.trainers, without.called(0), without.is_worker(1)) == (3, "the chief", False)
 
 
 @pytest.mark.parametrize(
@@ -68,14 +80,17 @@ def test_the_chief_comes_first_in_the_addresses():
         (config(["a:1"]), """'cluster' is ["a:1"]"""),
         (config(type="master"), "'master' is now 'chief'"),
         (config({"master": ["c:1"], **TWO}), "'master' is now 'chief'"),
-        (config(type="ps"), f"task type is 'ps': {LATER}"),
+        (config(type="ps"), "task type is 'ps', but the cluster has 'worker'; use one of these, or add 'ps'"),
         (config(type="evaluator"), f"task type is 'evaluator': {LATER}"),
-        (config({"worker": ["a:1"], "ps": ["b:1"]}), f"the job 'ps': {LATER}"),
+        (config({"worker": ["a:1"], "ps": ["b:1"]}), "'ps' and no 'chief': with parameter servers the chief coordinates"),
+        (config({"chief": ["a:1"], "ps": ["b:1"]}, type="chief"), "has 'ps' and no 'worker'"),
+        (config({**PS, "ps": ["a:1"]}), "'a:1' twice, as worker 0 and ps 0"),
+        (config({**PS, "ps": []}), "'ps' is []; it must be a list of 'host:port'"),
         (config({"worker": ["a:1"], "evaluator": ["b:1"]}), f"the job 'evaluator': {LATER}"),
-        (config({"ps": ["b:1"]}), "the job 'ps' and no 'worker' or 'chief'"),
+        (config({"ps": ["b:1"]}), "'ps' and no 'chief' or 'worker'"),
         (config({"wroker": ["a:1"]}), "did you mean 'worker'?"),
         (config({"Chief": ["a:1"], **TWO}), "did you mean 'chief'?"),
-        (config({"gpu": ["a:1"], **TWO}), "'gpu', which is unknown: use 'chief' or 'worker'"),
+        (config({"gpu": ["a:1"], **TWO}), "'gpu', which is unknown: use 'chief', 'worker' or 'ps'"),
         (config(type="workers"), "did you mean 'worker'?"),
         (config(type="chief"), "'chief', but the cluster has 'worker'"),
         (config(type=None), "type is null"),
