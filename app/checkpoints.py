@@ -7,6 +7,7 @@ or not at all; what cannot be written is told, and leaves the one before as it w
 """
 
 import contextlib
+import dataclasses
 import os
 import re
 import threading
@@ -155,8 +156,9 @@ def latest(config: Config, say) -> bytes | None:
         path = os.path.join(directory, name)
         try:
             content = tf.io.gfile.GFile(path, "rb").read()
-            run = checkpoint.from_bytes(content).facts.get("run")
-            if other := [f for f, value in config.result_fields().items() if (run or {}).get(f) != value]:
+            run = checkpoint.from_bytes(content).facts.get("run") or {}
+            defaults = {f.name: f.default for f in dataclasses.fields(config)}  # of fields that a file is older than
+            if other := [f for f, value in config.result_fields().items() if run.get(f, defaults[f]) != value]:
                 raise checkpoint.Damaged(f"it is of another run ({', '.join(other[:3])})")
             return content
         except (checkpoint.Damaged, OSError, tf.errors.OpError) as error:

@@ -10,6 +10,7 @@ The chief writes what is global, each worker its own subdirectory.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -45,10 +46,11 @@ def finished(config: Config) -> str | None:
         raise UsageError(
             f"--run_dir={directory} holds something else ({', '.join(sorted(files)[:3])}), and no run: name a new directory"
         )
+    defaults = {f.name: f.default for f in dataclasses.fields(config)}  # of fields that a record is older than
     other = [
-        f"{name} is {recorded.get(name)!r} there and {value!r} here"
+        f"{name} is {recorded.get(name, defaults[name])!r} there and {value!r} here"
         for name, value in config.result_fields().items()
-        if recorded.get(name) != value
+        if recorded.get(name, defaults[name]) != value
     ]
     if (digest := _data_digest(config)) and digest != recorded.get("data_manifest"):
         other.append(f"the data in {config.prepared_path()} is another")
