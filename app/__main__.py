@@ -350,7 +350,7 @@ def _work(command, settings, part, member, recipe, reads):
     with quiet.hushed(not settings.verbose):
         from app.against import Differs
         from app.faults import DataFault
-        from cluster import runtime, wishes
+        from cluster import drift, runtime, wishes
 
         work = part()
     startup.mark("imports")
@@ -361,7 +361,7 @@ def _work(command, settings, part, member, recipe, reads):
             work(strategy)
         except UsageError as error:
             return _told(error, 2)
-        except (DataFault, Differs, wishes.NonFinite) as error:
+        except (DataFault, Differs, drift.Drift, wishes.NonFinite) as error:
             return _told(error, 1)
         except wishes.Stopped:
             return wishes.RESUMABLE

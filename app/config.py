@@ -126,7 +126,11 @@ class Config:
     log_every_steps: int = _field(1, "Output", "steps between two lines of metrics.jsonl and points", least=1, result=False)
     profile_steps: str = _field("", "Output", "trace these steps for TensorBoard's profiler, as 100:110", result=False)
     fingerprint_every: int = _field(
-        100, "Output", "steps between two lines of fingerprints.jsonl, which compare reads; 0: none", least=0, result=False
+        100,
+        "Output",
+        "steps between two lines of fingerprints.jsonl, and two comparisons of the workers' weights; 0: none",
+        least=0,
+        result=False,
     )
     verify_against: str = _field(
         "", "Output", "run directory of the same run on one machine: end at the first difference from it", result=False
