@@ -100,12 +100,22 @@ def _train(arguments):
         print("\n".join(list(dry_run.lines(settings, workers, options.recipe))))
         return 0
 
+    if options.workers is None and spec.is_evaluator():
+        del os.environ["TF_CONFIG"]  # it trains nothing: to TensorFlow it is alone
+        return _on_workers("evaluator", settings, options, lambda: _follower(settings))
+
     def part():
         from app.train import train
 
         return lambda strategy: train(settings, strategy)
 
     return _on_workers("train", settings, options, part)
+
+
+def _follower(settings):
+    from app.evaluator import follow
+
+    return lambda strategy: follow(settings, strategy)
 
 
 def _evaluate(arguments):

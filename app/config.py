@@ -59,6 +59,9 @@ class Config:
     )
     eval_at_steps: str = _field("", "Evaluation", "evaluate after these steps too, as 10,100,1000", result=False)
     eval_at_start: bool = _field(False, "Evaluation", "evaluate before the first step too", result=False)
+    evaluator_timeout_min: float = _field(
+        60.0, "Evaluation", "an `evaluator` task ends when no checkpoint has come for so long; 0: never", result=False
+    )
     label_smoothing: float = _field(0.0, "Loss", "share of the label that all classes have evenly", most=0.999)
     weight_decay: float = _field(0.0, "Loss", "lambda; 0: none, ImageNet ResNets 1e-4")
     weight_decay_kind: str = _field(

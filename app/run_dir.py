@@ -24,7 +24,9 @@ from app import manifest
 from app.config import Config, UsageError
 from cluster import quiet
 
-_BEFORE_CONFIG = r"worker-\d+|config\.json\.tmp|running"  # what a start leaves that ends before it has written config.json
+_BEFORE_CONFIG = (
+    r"worker-\d+|config\.json\.tmp|running|evaluator"  # what a start leaves that ends before it has written config.json
+)
 
 
 def finished(config: Config) -> str | None:

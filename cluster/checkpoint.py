@@ -137,6 +137,17 @@ def put_back(checkpoint: Checkpoint, trainer):
         variable.assign(checkpoint.arrays[name])
 
 
+def put_back_weights(checkpoint: Checkpoint, trainer):
+    """Sets weights and moving statistics alone, for an evaluation. Raises Damaged if they are another network's."""
+    kinds = ("weights", "statistics")
+    ours = {f"{kind}/{i}": v for kind in kinds for i, v in enumerate(trainer._step.variables[kind])}
+    theirs = {name: array.shape for name, array in checkpoint.arrays.items() if name.partition("/")[0] in kinds}
+    if theirs != {name: tuple(variable.shape) for name, variable in ours.items()}:
+        raise Damaged("it is another network's")
+    for name, variable in ours.items():
+        variable.assign(checkpoint.arrays[name])
+
+
 def put_back_callbacks(checkpoint: Checkpoint, callbacks):
     """Sets the callbacks' states; to be called after their `on_train_begin`. Raises Damaged if they are others."""
     kept = checkpoint.facts["callbacks"]

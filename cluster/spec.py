@@ -14,7 +14,8 @@ import re
 from cluster import slurm
 
 JOBS = ("chief", "worker")
-_LATER = ("ps", "evaluator")  # jobs that TensorFlow knows
+EVALUATOR = "evaluator"  # no member of the cluster: it follows the checkpoints
+_LATER = ("ps", EVALUATOR)  # further jobs that TensorFlow knows
 _FORM = """{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}"""
 
 
@@ -67,6 +68,16 @@ def from_environment(environ=None, worker_hosts="", task_index=None) -> Member |
     return parse(step, "Slurm") if step else None
 
 
+def is_evaluator(environ=None) -> bool:
+    """Whether TF_CONFIG makes this process an evaluator, which follows the checkpoints, listed in the cluster or not.
+
+    Raises:
+      ClusterError: if TF_CONFIG cannot be used.
+    """
+    text = (os.environ if environ is None else environ).get("TF_CONFIG")
+    return text is not None and _load(text)[1].get("type") == EVALUATOR
+
+
 def environment_names_a_cluster(environ=None) -> bool:
     """Whether TF_CONFIG or Slurm tells of a cluster, usable or not."""
     try:
@@ -78,6 +89,9 @@ def environment_names_a_cluster(environ=None) -> bool:
 def parse(text: str, origin: str = "TF_CONFIG") -> Member:
     """Reads a TF_CONFIG. Raises ClusterError."""
     cluster, task = _load(text)
+    if EVALUATOR in cluster:  # it is no member: it trains nothing, and nobody waits for it
+        cluster = {job: addresses for job, addresses in cluster.items() if job != EVALUATOR}
+        text = json.dumps({"cluster": cluster, "task": task})
     problems = [*_cluster_problems(cluster), *_task_problems(task, cluster)]
     if problems:
         raise ClusterError("\n".join(problems))

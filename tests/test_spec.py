@@ -69,9 +69,7 @@ def test_the_chief_comes_first_in_the_addresses():
         (config(type="master"), "'master' is now 'chief'"),
         (config({"master": ["c:1"], **TWO}), "'master' is now 'chief'"),
         (config(type="ps"), f"task type is 'ps': {LATER}"),
-        (config(type="evaluator"), f"task type is 'evaluator': {LATER}"),
         (config({"worker": ["a:1"], "ps": ["b:1"]}), f"the job 'ps': {LATER}"),
-        (config({"worker": ["a:1"], "evaluator": ["b:1"]}), f"the job 'evaluator': {LATER}"),
         (config({"ps": ["b:1"]}), "the job 'ps' and no 'worker' or 'chief'"),
         (config({"wroker": ["a:1"]}), "did you mean 'worker'?"),
         (config({"Chief": ["a:1"], **TWO}), "did you mean 'chief'?"),
@@ -339,3 +337,15 @@ def test_a_cluster_that_cannot_be_used_is_named_all_the_same(environ, named):
 def test_the_environment_is_this_process_s(monkeypatch):
     monkeypatch.setenv("TF_CONFIG", config(index=1))
     assert spec.from_environment().number == 1
+
+
+def test_an_evaluator_is_no_member_listed_or_not():
+    workers = {"worker": ["a:1", "b:1"]}
+    for cluster in (workers, {**workers, "evaluator": ["c:1"]}):
+        member = spec.parse(json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 1}}))
+        assert (member.number, member.workers, member.addresses) == (1, 2, ("a:1", "b:1"))
+        assert json.loads(member.tf_config)["cluster"] == workers  # what TensorFlow is told
+        evaluator = json.dumps({"cluster": cluster, "task": {"type": "evaluator", "index": 0}})
+        assert spec.is_evaluator({"TF_CONFIG": evaluator})
+        assert not spec.is_evaluator({"TF_CONFIG": member.tf_config})
+    assert not spec.is_evaluator({})
