@@ -121,9 +121,13 @@ class Reduction:
         return tf.reduce_sum(tf.ensure_shape(self._gather(replica, tensor[None]), [self.replicas, *tensor.shape]), 0)
 
     def _buckets(self, tensors):
-        """The indices of `tensors` in packs of one type and of about `bucket_bytes`."""
+        """The indices of `tensors` in packs of one type and of about `bucket_bytes`, those first that a step knows first.
+
+        The last layers' gradients are finished first, so that the list is taken from its end: a pack can be on its way while the
+        backward pass goes on. (Collectives run in the order in which they are traced.)
+        """
         buckets, filled = [], 0
-        for i in sorted(range(len(tensors)), key=lambda i: tensors[i].dtype.name):
+        for i in sorted(range(len(tensors)), key=lambda i: (tensors[i].dtype.name, -i)):
             size = tensors[i].shape.num_elements() * tensors[i].dtype.size
             if not buckets or tensors[buckets[-1][0]].dtype != tensors[i].dtype or filled + size > self._bucket_bytes:
                 buckets.append([])
