@@ -92,7 +92,7 @@ def _train(arguments):
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # nothing is computed
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if settings.verbose else "3")  # TensorFlow misses the GPU aloud
         _settle(settings)
-        early.check(settings)
+        early.check(settings, init=True)
         with quiet.hushed(not settings.verbose):
             from app import dry_run
         member = _member(options)
@@ -296,7 +296,7 @@ def _on_workers(command, settings, options, part, reads=True):
         print(ended)
         return 0
     if command != "doctor":  # which says it beside the rest
-        early.check(settings, data=reads, network=command != "evaluate")
+        early.check(settings, data=reads, network=command != "evaluate", init=command == "train")
     if options.recipe and not settings.quiet:
         print(f"recipe {options.recipe}", flush=True)
     program = [sys.executable, "-m", "app"]
@@ -334,7 +334,8 @@ def _met(command, settings, member, reads):
             instead = (ended := run_dir.finished(settings)) and (0, ended)
         except UsageError as error:
             instead = 2, f"error: {error}"
-    problems = [] if instead or examine else early.problems(settings, reads, command != "evaluate")
+    reads_weights = command == "train" and (member is None or member.is_chief)
+    problems = [] if instead or examine else early.problems(settings, reads, command != "evaluate", init=reads_weights)
     if problems and not member:
         raise UsageError("\n".join(problems))
     card = doctor.card(settings, member, examine, problems) if member or examine else None

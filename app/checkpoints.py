@@ -99,15 +99,14 @@ class Checkpoints(keras.callbacks.Callback):
 
     def _save(self, in_epoch):
         wishes.mine[wishes.SAVE] = 0
+        if bad := checkpoint.not_finite(self.model):  # a ReLU may hide it from the loss; and it is no state to go on from
+            raise wishes.NonFinite(f"step {self.model.step}: {bad} is not finite")
         self._saved, self._saved_at = self.model.step, time.monotonic()
         self._flush()
         if not self._chief or not self._config.keep_checkpoints:
             return
         facts = {"run": self._config.result_fields(), "lines": self._lines(), "best": self._best}
         state = checkpoint.take(self.model, self._epoch, in_epoch, self._others, facts)
-        if bad := state.first_not_finite():  # it would push out one that is of use
-            self._say(f"warning: {bad} is not finite after step {state.step}: there is no checkpoint of it")
-            return
         self._written()
         self._writer = threading.Thread(target=self._write, args=(state,), name="checkpoint")
         self._writer.start()

@@ -46,6 +46,7 @@ class Config:
     seed: int = _field(1, "Run", "of the initial weights, the order of examples, augmentation, dropout", least=0)
     epochs: int = _field(10, "Run", "passes over the training examples", least=1)
     steps: int = _field(0, "Run", "stop after exactly so many steps; 0: by --epochs", least=0)
+    init_from: str = _field("", "Run", "begin with the weights of a .keras or .weights.h5 file; or imagenet, for keras:NAME")
     data_dir: str = _field("", "Data", "folder with the raw files of the data set", result=False)
     prepared_dir: str = _field("data/prepared", "Data", "folder for prepared data: TFRecord shards, manifests", result=False)
     shards: int = _field(64, "Data", "training shards; K divides them", least=1)
@@ -171,7 +172,8 @@ class Config:
         return manifest.prepared_path(self.dataset, self.prepared_dir, self.shards, self.prepare_seed)
 
     def default_run_dir(self) -> str:
-        digest = hashlib.sha256(json.dumps(self.result_fields(), sort_keys=True).encode()).hexdigest()
+        fields = {name: value for name, value in self.result_fields().items() if name != "init_from" or value}
+        digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
         return f"runs/{re.sub('[^A-Za-z0-9_.]+', '-', f'{self.dataset}-{self.model}')}-{digest[:8]}"
 
 
@@ -226,6 +228,11 @@ def _contradictions(config):
         yield f"--dataset={config.dataset}: expected synthetic:HxWxC:classes:examples, as synthetic:32x32x3:10:1024"
     if problem := check_name(config.model):
         yield f"--model={config.model}: {problem}"
+    of_keras = MODELS[config.model].builder if config.model in MODELS else config.model
+    if config.init_from == "imagenet" and not of_keras.startswith("keras:"):
+        yield f"--init_from=imagenet is for --model=keras:NAME; for {config.model} name a file that Keras has saved"
+    elif config.init_from not in ("", "imagenet") and not config.init_from.endswith((".keras", ".h5", ".hdf5")):
+        yield f"--init_from={config.init_from}: a file named .keras, .weights.h5 or .h5, or imagenet"
     if not all(part.isdecimal() for part in config.eval_at_steps.split(",") if config.eval_at_steps):
         yield f"--eval_at_steps={config.eval_at_steps}: numbers of steps, as 10,100,1000"
     if config.profile_steps and not config.profiled:

@@ -58,6 +58,8 @@ def finished(config: Config) -> str | None:
         other.append(f"the data in {config.prepared_path()} is another")
     if own := [name for name, digest in own_sources(config).items() if digest != recorded.get("own_sources", {}).get(name)]:
         other.append(f"{' and '.join(own)} has been edited since")
+    if (there := recorded.get("init_from_sha256")) and (digest := init_sha256(config)) and digest != there:
+        other.append(f"{config.init_from} has been changed since")
     if other:
         raise UsageError(f"--run_dir={directory} holds another run: {'; '.join(other)}. Name a new directory, or none")
     summary = _read_json(directory, "summary.json") or {}
@@ -91,6 +93,15 @@ def own_modules(config: Config) -> dict[str, str]:
 def own_sources(config: Config) -> dict[str, str]:
     """{module: sha256 of its file} of `own_modules`."""
     return {m: hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest() for m, file in own_modules(config).items()}
+
+
+def init_sha256(config: Config) -> str | None:
+    """Of the file of --init_from; None if there is none here that can be read."""
+    try:
+        with open(config.init_from, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return None
 
 
 @contextlib.contextmanager
@@ -135,7 +146,8 @@ def write(path: str, text: str):
 
 def write_config(directory: str, record: dict, first_step: int):
     """Writes config.json: the record, and what each start of the run ran with."""
-    before = (_read_json(directory, "config.json") or {}).get("starts", []) if first_step else []
+    there = (_read_json(directory, "config.json") or {}) if first_step else {}
+    record, before = {**{k: there[k] for k in ("init_from_sha256",) if k in there}, **record}, there.get("starts", [])
     names = ("replicas", "cluster", "devices", "source_revision", "versions")
     start = {"after_step": first_step, **{name: record[name] for name in names}}
     write(os.path.join(directory, "config.json"), json.dumps({**record, "starts": [*before, start]}, indent=2) + "\n")

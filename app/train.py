@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import app
-from app import against, checkpoints, faults, monitoring, optimizers, run_dir, schedules, seam
+from app import against, checkpoints, faults, initial, monitoring, optimizers, run_dir, schedules, seam
 from app import config as config_module
 from app import data as data_module
 from app.callbacks import EvaluateAt, Profile, Skipped
@@ -70,6 +70,9 @@ def _train(config, strategy, callbacks, me, own):
     content = bytes_from_chief(me, content)
     resume = checkpoint.from_bytes(content) if content else None
     record = configuration(config, data.manifest, replicas, me)
+    if not resume and (begun := initial.put(config, plain, me, lambda: network(config, data))):
+        terminal.say(begun[0])
+        record["init_from_sha256"] = begun[1]
     if resume:
         terminal.say(f"resuming at step {resume.step:,} of {total_steps:,}, from the checkpoint in {config.run_dir}")
     seam.cut(config, resume, chief, me.number if me else 0, me.workers if me else 1)

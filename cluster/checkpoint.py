@@ -46,13 +46,6 @@ class Checkpoint:
     arrays: dict[str, np.ndarray]
     facts: dict
 
-    def first_not_finite(self) -> str | None:
-        """The path of the first of weights and moving statistics that holds an infinity or NaN."""
-        for name, array in self.arrays.items():
-            if name.startswith(("weights/", "statistics/")) and not np.isfinite(array).all():
-                return self.facts["paths"][name]
-        return None
-
     def to_bytes(self) -> bytes:
         """A file's content."""
         described = {name: [str(array.dtype), array.shape] for name, array in self.arrays.items()}
@@ -110,6 +103,12 @@ def take(trainer, epoch: int, in_epoch: int, callbacks=(), facts=None) -> Checkp
     kept = {"callbacks": [[type(c).__name__, state] for c, state in zip(callbacks, states, strict=True)]}
     kept |= {"stopped": bool(trainer.stop_training), "paths": _paths(variables)}
     return Checkpoint(trainer.step, epoch, in_epoch, arrays, {**(facts or {}), **kept})
+
+
+def not_finite(trainer) -> str | None:
+    """The path of the first of the trainer's weights and moving statistics that holds an infinity or NaN."""
+    variables = [*trainer._step.variables["weights"], *trainer._step.variables["statistics"]]
+    return next((v.path for v in variables if not np.isfinite(keras.ops.convert_to_numpy(v)).all()), None)
 
 
 def problem(checkpoint: Checkpoint, trainer) -> str | None:
