@@ -9,7 +9,6 @@ the chief's own address, at a port that the system chooses; what it carries is t
 import contextlib
 import faulthandler
 import json
-import os
 import selectors
 import socket
 import sys
@@ -178,7 +177,6 @@ class Lifeline:
         print(f"error: {why}", file=sys.stderr, flush=True)
         time.sleep(0.5 if pass_on else 0)  # the others are to hear it before they see a connection close
         self._end(wishes.RESUMABLE)
-        os._exit(wishes.RESUMABLE)
 
     def explains(self):
         """Waits a little for another worker's end as the reason of an error here. If it is, the process ends in here.
