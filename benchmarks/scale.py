@@ -21,10 +21,9 @@ def main():
     parser.add_argument("--decoded_per_core", type=float, default=250, help="images a second that a core decodes and augments")
     parser.add_argument("--batch", type=int, default=0, help="B for all N; 0: 256 on each GPU")
     options = parser.parse_args()
-    print(
-        "| GPUs | B | Gbit/s | compute, ms | reduction, ms | no overlap | full overlap | images/s at best | reading, GB/s | cores a GPU |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    columns = ("GPUs", "B", "Gbit/s", "compute, ms", "reduction, ms", "no overlap", "full overlap", "images/s at best")
+    columns += ("reading, GB/s", "cores a GPU")
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for gpus in (8, 64, 512):
         batch = options.batch or 256 * gpus
         compute = 1e3 * batch / gpus / options.images_per_sec
