@@ -92,7 +92,7 @@ def _train(arguments):
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # nothing is computed
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if settings.verbose else "3")  # TensorFlow misses the GPU aloud
         _settle(settings)
-        early.check(settings)
+        early.check(settings, init=True)
         with quiet.hushed(not settings.verbose):
             from app import dry_run
         member = _member(options)
@@ -100,12 +100,22 @@ def _train(arguments):
         print("\n".join(list(dry_run.lines(settings, workers, options.recipe))))
         return 0
 
+    if options.workers is None and spec.is_evaluator():
+        del os.environ["TF_CONFIG"]  # it trains nothing: to TensorFlow it is alone
+        return _on_workers("evaluator", settings, options, lambda: _follower(settings))
+
     def part():
         from app.train import train
 
         return lambda strategy: train(settings, strategy)
 
     return _on_workers("train", settings, options, part)
+
+
+def _follower(settings):
+    from app.evaluator import follow
+
+    return lambda strategy: follow(settings, strategy)
 
 
 def _evaluate(arguments):
@@ -288,7 +298,7 @@ def _on_workers(command, settings, options, part, reads=True):
         print(ended)
         return 0
     if command != "doctor":  # which says it beside the rest
-        early.check(settings, data=reads, network=command != "evaluate")
+        early.check(settings, data=reads, network=command != "evaluate", init=command == "train")
     if options.recipe and not settings.quiet:
         print(f"recipe {options.recipe}", flush=True)
     program = [sys.executable, "-m", "app"]
@@ -326,7 +336,8 @@ def _met(command, settings, member, reads):
             instead = (ended := run_dir.finished(settings)) and (0, ended)
         except UsageError as error:
             instead = 2, f"error: {error}"
-    problems = [] if instead or examine else early.problems(settings, reads, command != "evaluate")
+    reads_weights = command == "train" and (member is None or member.is_chief)
+    problems = [] if instead or examine else early.problems(settings, reads, command != "evaluate", init=reads_weights)
     if problems and not member:
         raise UsageError("\n".join(problems))
     card = doctor.card(settings, member, examine, problems) if member or examine else None
@@ -354,7 +365,7 @@ def _work(command, settings, part, member, recipe, reads):
     with quiet.hushed(not settings.verbose):
         from app.against import Differs
         from app.faults import DataFault
-        from cluster import runtime, wishes
+        from cluster import drift, runtime, wishes
 
         work = part()
     startup.mark("imports")
@@ -365,7 +376,7 @@ def _work(command, settings, part, member, recipe, reads):
             work(strategy)
         except UsageError as error:
             return _told(error, 2)
-        except (DataFault, Differs, wishes.NonFinite) as error:
+        except (DataFault, Differs, drift.Drift, wishes.NonFinite) as error:
             return _told(error, 1)
         except wishes.Stopped:
             return wishes.RESUMABLE

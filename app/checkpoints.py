@@ -7,6 +7,7 @@ or not at all; what cannot be written is told, and leaves the one before as it w
 """
 
 import contextlib
+import dataclasses
 import os
 import re
 import threading
@@ -98,15 +99,14 @@ class Checkpoints(keras.callbacks.Callback):
 
     def _save(self, in_epoch):
         wishes.mine[wishes.SAVE] = 0
+        if bad := checkpoint.not_finite(self.model):  # a ReLU may hide it from the loss; and it is no state to go on from
+            raise wishes.NonFinite(f"step {self.model.step}: {bad} is not finite")
         self._saved, self._saved_at = self.model.step, time.monotonic()
         self._flush()
         if not self._chief or not self._config.keep_checkpoints:
             return
         facts = {"run": self._config.result_fields(), "lines": self._lines(), "best": self._best}
         state = checkpoint.take(self.model, self._epoch, in_epoch, self._others, facts)
-        if bad := state.first_not_finite():  # it would push out one that is of use
-            self._say(f"warning: {bad} is not finite after step {state.step}: there is no checkpoint of it")
-            return
         self._written()
         self._writer = threading.Thread(target=self._write, args=(state,), name="checkpoint")
         self._writer.start()
@@ -155,8 +155,9 @@ def latest(config: Config, say) -> bytes | None:
         path = os.path.join(directory, name)
         try:
             content = tf.io.gfile.GFile(path, "rb").read()
-            run = checkpoint.from_bytes(content).facts.get("run")
-            if other := [f for f, value in config.result_fields().items() if (run or {}).get(f) != value]:
+            run = checkpoint.from_bytes(content).facts.get("run") or {}
+            defaults = {f.name: f.default for f in dataclasses.fields(config)}  # of fields that a file is older than
+            if other := [f for f, value in config.result_fields().items() if run.get(f, defaults[f]) != value]:
                 raise checkpoint.Damaged(f"it is of another run ({', '.join(other[:3])})")
             return content
         except (checkpoint.Damaged, OSError, tf.errors.OpError) as error:

@@ -46,6 +46,7 @@ class Config:
     seed: int = _field(1, "Run", "of the initial weights, the order of examples, augmentation, dropout", least=0)
     epochs: int = _field(10, "Run", "passes over the training examples", least=1)
     steps: int = _field(0, "Run", "stop after exactly so many steps; 0: by --epochs", least=0)
+    init_from: str = _field("", "Run", "begin with the weights of a .keras or .weights.h5 file; or imagenet, for keras:NAME")
     data_dir: str = _field("", "Data", "folder with the raw files of the data set", result=False)
     prepared_dir: str = _field("data/prepared", "Data", "folder for prepared data: TFRecord shards, manifests", result=False)
     shards: int = _field(64, "Data", "training shards; K divides them", least=1)
@@ -59,6 +60,9 @@ class Config:
     )
     eval_at_steps: str = _field("", "Evaluation", "evaluate after these steps too, as 10,100,1000", result=False)
     eval_at_start: bool = _field(False, "Evaluation", "evaluate before the first step too", result=False)
+    evaluator_timeout_min: float = _field(
+        60.0, "Evaluation", "an `evaluator` task ends when no checkpoint has come for so long; 0: never", result=False
+    )
     label_smoothing: float = _field(0.0, "Loss", "share of the label that all classes have evenly", most=0.999)
     weight_decay: float = _field(0.0, "Loss", "lambda; 0: none, ImageNet ResNets 1e-4")
     weight_decay_kind: str = _field(
@@ -126,7 +130,11 @@ class Config:
     log_every_steps: int = _field(1, "Output", "steps between two lines of metrics.jsonl and points", least=1, result=False)
     profile_steps: str = _field("", "Output", "trace these steps for TensorBoard's profiler, as 100:110", result=False)
     fingerprint_every: int = _field(
-        100, "Output", "steps between two lines of fingerprints.jsonl, which compare reads; 0: none", least=0, result=False
+        100,
+        "Output",
+        "steps between two lines of fingerprints.jsonl, and two comparisons of the workers' weights; 0: none",
+        least=0,
+        result=False,
     )
     verify_against: str = _field(
         "", "Output", "run directory of the same run on one machine: end at the first difference from it", result=False
@@ -164,7 +172,8 @@ class Config:
         return manifest.prepared_path(self.dataset, self.prepared_dir, self.shards, self.prepare_seed)
 
     def default_run_dir(self) -> str:
-        digest = hashlib.sha256(json.dumps(self.result_fields(), sort_keys=True).encode()).hexdigest()
+        fields = {name: value for name, value in self.result_fields().items() if name != "init_from" or value}
+        digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
         return f"runs/{re.sub('[^A-Za-z0-9_.]+', '-', f'{self.dataset}-{self.model}')}-{digest[:8]}"
 
 
@@ -219,6 +228,11 @@ def _contradictions(config):
         yield f"--dataset={config.dataset}: expected synthetic:HxWxC:classes:examples, as synthetic:32x32x3:10:1024"
     if problem := check_name(config.model):
         yield f"--model={config.model}: {problem}"
+    of_keras = MODELS[config.model].builder if config.model in MODELS else config.model
+    if config.init_from == "imagenet" and not of_keras.startswith("keras:"):
+        yield f"--init_from=imagenet is for --model=keras:NAME; for {config.model} name a file that Keras has saved"
+    elif config.init_from not in ("", "imagenet") and not config.init_from.endswith((".keras", ".h5", ".hdf5")):
+        yield f"--init_from={config.init_from}: a file named .keras, .weights.h5 or .h5, or imagenet"
     if not all(part.isdecimal() for part in config.eval_at_steps.split(",") if config.eval_at_steps):
         yield f"--eval_at_steps={config.eval_at_steps}: numbers of steps, as 10,100,1000"
     if config.profile_steps and not config.profiled:

@@ -63,9 +63,17 @@ def network_problem(config: Config) -> str | None:
     return problem and f"--model={problem}"
 
 
-def problems(config: Config, data: bool = True, network: bool = True, by_itself: bool = True) -> list[str]:
-    """What is wrong with the data set and the network, of those that are needed."""
-    found = (data and data_problem(config, by_itself), network and network_problem(config))
+def init_problem(config: Config) -> str | None:
+    """Why the file of --init_from cannot be used; None if it may be, or a run that has begun may not need it any more."""
+    path = config.init_from
+    if path in ("", "imagenet") or os.path.exists(os.path.join(config.run_dir, "config.json")):
+        return None
+    return saved_problem("init_from", path)
+
+
+def problems(config: Config, data: bool = True, network: bool = True, by_itself: bool = True, init: bool = False) -> list[str]:
+    """What is wrong with the data set, the network and the file of first weights, of those that are needed."""
+    found = (data and data_problem(config, by_itself), network and network_problem(config), init and init_problem(config))
     return [problem for problem in found if problem]
 
 
@@ -77,22 +85,29 @@ def check(config: Config, **which) -> None:
 
 def check_keras_file(path: str) -> None:
     """Raises UsageError if there is no saved model. (Whether it fits the data shows when it is opened.)"""
+    if problem := saved_problem("keras_file", path):
+        raise UsageError(problem)
+
+
+def saved_problem(flag: str, path: str) -> str | None:
+    """Why a file is none that Keras has saved, in one line, as far as its first bytes tell; None if it may be."""
     if "://" in path:
-        return
+        return None
     try:
         if os.path.isdir(path):
-            raise UsageError(f"--keras_file={path} is a folder; name the .keras file in it")
+            return f"--{flag}={path} is a folder; name the .keras file in it"
         with open(path, "rb") as file:
             head = file.read(4)
             good = head == b"\x89HDF" if path.endswith((".h5", ".hdf5")) else _is_archive(file)
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)
         what = "does not exist" if missing else f"cannot be read: {error.strerror}"
-        raise UsageError(f"--keras_file={path} {what}") from None
+        return f"--{flag}={path} {what}"
     if not good:
-        raise UsageError(f"--keras_file={path} is no model that Keras has saved, or it is damaged")
+        return f"--{flag}={path} is no model that Keras has saved, or it is damaged"
     if not path.endswith((".keras", ".h5", ".hdf5")):
-        raise UsageError(f"--keras_file={path}: Keras opens it by its ending: name it .keras")
+        return f"--{flag}={path}: Keras opens it by its ending: name it .keras"
+    return None
 
 
 def _is_archive(file):

@@ -204,6 +204,20 @@ class TrainEvents:
         self._validation.close()
 
 
+class EvaluatorEvents:
+    """TensorBoard's events of the evaluator: loss, top_1, top_5, on the charts of `train` and `validation`."""
+
+    def __init__(self, directory):
+        self._writer = EventFileWriter(directory, flush_secs=_FLUSH_EVERY_S)
+
+    def evaluation(self, record):
+        points = {name: value for name, value in record.items() if name not in ("step", "examples", "seconds")}
+        _points(self._writer, record["step"], points)
+
+    def close(self):
+        self._writer.close()
+
+
 class WorkerEvents:
     """TensorBoard's events of one worker: worker/step_time_s, worker/input_wait_s, worker/memory_mb.
 

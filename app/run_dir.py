@@ -10,6 +10,7 @@ The chief writes what is global, each worker its own subdirectory.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -23,7 +24,9 @@ from app import manifest
 from app.config import Config, UsageError
 from cluster import quiet
 
-_BEFORE_CONFIG = r"worker-\d+|config\.json\.tmp|running"  # what a start leaves that ends before it has written config.json
+_BEFORE_CONFIG = (
+    r"worker-\d+|config\.json\.tmp|running|evaluator"  # what a start leaves that ends before it has written config.json
+)
 
 
 def finished(config: Config) -> str | None:
@@ -45,15 +48,18 @@ def finished(config: Config) -> str | None:
         raise UsageError(
             f"--run_dir={directory} holds something else ({', '.join(sorted(files)[:3])}), and no run: name a new directory"
         )
+    defaults = {f.name: f.default for f in dataclasses.fields(config)}  # of fields that a record is older than
     other = [
-        f"{name} is {recorded.get(name)!r} there and {value!r} here"
+        f"{name} is {recorded.get(name, defaults[name])!r} there and {value!r} here"
         for name, value in config.result_fields().items()
-        if recorded.get(name) != value
+        if recorded.get(name, defaults[name]) != value
     ]
     if (digest := _data_digest(config)) and digest != recorded.get("data_manifest"):
         other.append(f"the data in {config.prepared_path()} is another")
     if own := [name for name, digest in own_sources(config).items() if digest != recorded.get("own_sources", {}).get(name)]:
         other.append(f"{' and '.join(own)} has been edited since")
+    if (there := recorded.get("init_from_sha256")) and (digest := init_sha256(config)) and digest != there:
+        other.append(f"{config.init_from} has been changed since")
     if other:
         raise UsageError(f"--run_dir={directory} holds another run: {'; '.join(other)}. Name a new directory, or none")
     summary = _read_json(directory, "summary.json") or {}
@@ -87,6 +93,15 @@ def own_modules(config: Config) -> dict[str, str]:
 def own_sources(config: Config) -> dict[str, str]:
     """{module: sha256 of its file} of `own_modules`."""
     return {m: hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest() for m, file in own_modules(config).items()}
+
+
+def init_sha256(config: Config) -> str | None:
+    """Of the file of --init_from; None if there is none here that can be read."""
+    try:
+        with open(config.init_from, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return None
 
 
 @contextlib.contextmanager
@@ -131,7 +146,8 @@ def write(path: str, text: str):
 
 def write_config(directory: str, record: dict, first_step: int):
     """Writes config.json: the record, and what each start of the run ran with."""
-    before = (_read_json(directory, "config.json") or {}).get("starts", []) if first_step else []
+    there = (_read_json(directory, "config.json") or {}) if first_step else {}
+    record, before = {**{k: there[k] for k in ("init_from_sha256",) if k in there}, **record}, there.get("starts", [])
     names = ("replicas", "cluster", "devices", "source_revision", "versions")
     start = {"after_step": first_step, **{name: record[name] for name in names}}
     write(os.path.join(directory, "config.json"), json.dumps({**record, "starts": [*before, start]}, indent=2) + "\n")

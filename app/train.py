@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import app
-from app import against, checkpoints, faults, monitoring, optimizers, run_dir, schedules, seam
+from app import against, checkpoints, faults, initial, monitoring, optimizers, run_dir, schedules, seam
 from app import config as config_module
 from app import data as data_module
 from app.callbacks import EvaluateAt, Profile, Skipped
@@ -39,6 +39,7 @@ def train(config: config_module.Config, strategy, callbacks=()) -> dict:
       UsageError: for mistakes that show only here: the number of GPUs does not fit K, raw data that cannot be used.
       faults.DataFault: if a record cannot be read; the message names it.
       against.Differs: if the run is not that of --verify_against.
+      cluster.drift.Drift: if the workers do not hold the same weights after a step that is recorded.
       wishes.Stopped: when a worker wished to stop, after a checkpoint; wishes.NonFinite: if loss or gradient is not finite.
     """
     run_dir.make(config.run_dir)
@@ -69,6 +70,9 @@ def _train(config, strategy, callbacks, me, own):
     content = bytes_from_chief(me, content)
     resume = checkpoint.from_bytes(content) if content else None
     record = configuration(config, data.manifest, replicas, me)
+    if not resume and (begun := initial.put(config, plain, me, lambda: network(config, data))):
+        terminal.say(begun[0])
+        record["init_from_sha256"] = begun[1]
     if resume:
         terminal.say(f"resuming at step {resume.step:,} of {total_steps:,}, from the checkpoint in {config.run_dir}")
     seam.cut(config, resume, chief, me.number if me else 0, me.trainers if me else 1)
@@ -165,6 +169,8 @@ def summary(config, found: dict):
     """The lines at a run's end, from what summary.json holds."""
     workers = f"{found['replicas']} {'worker' if found['replicas'] == 1 else 'workers'}"
     steps = f"{found['steps']} steps" if found["first_step"] == 1 else f"steps {found['first_step']} to {found['steps']}"
+    if found["first_step"] > found["steps"]:
+        steps = "no step: only the end was missing,"
     yield f"trained {steps} in {found['fit_seconds']:.1f} s on {workers}"
     if found["skipped_steps"]:
         yield f"skipped {found['skipped_steps']} of them: the loss scale was too large for their gradients"

@@ -41,6 +41,12 @@ def pytorch(processes):
     return ["peers/pytorch_ddp.py", f"--processes={processes}"]
 
 
+def whole_run(*flags):
+    """The digits, without what is not asked for."""
+    nothing = ("--keep_checkpoints=0", "--fingerprint_every=0", "--notensorboard", "--quiet", "--log_every_steps=1000000")
+    return ["-m", "benchmarks.whole_run", "--", "--dataset=digits", "--model=resnet20", "--steps=154", *nothing, *flags]
+
+
 def _widths(*widths):
     """Identical and not, for each number of workers."""
     forms = ("identical", "noidentical")
@@ -77,6 +83,16 @@ TARGETS = {
         "what logical replicas cost on 1 worker: the default K against K = 1",
         {"default K": lockstep(), "K = 1": lockstep("--logical_replicas=1")},
         (("step_time_s", "default K", "K = 1"),),
+    ),
+    9: Target(
+        "what metrics files, TensorBoard, progress, checkpoints and fingerprints cost by default (an epoch has 11 steps)",
+        {
+            "nothing": whole_run(),
+            "told": whole_run("--tensorboard", "--noquiet", "--log_every_steps=1"),
+            "checkpoints": whole_run("--keep_checkpoints=2"),
+            "fingerprints": whole_run("--fingerprint_every=100"),
+        },
+        tuple(("step_time_s", side, "nothing") for side in ("told", "checkpoints", "fingerprints")),
     ),
     6: Target("the reduction in tree order against a ring all-reduce", {"allreduce": ["-m", "benchmarks.allreduce"]}),
     7: Target("the ImageNet pipeline against bare decoding", {"input": ["-m", "benchmarks.input"]}),

@@ -40,7 +40,7 @@ def as_worker(options):
     cluster.run(lambda strategy: train(options, strategy), options.identical, options.threads)
 
 
-def train(options, strategy):
+def train(options, strategy, at_end=lambda: None):
     import keras
     import tensorflow as tf
 
@@ -71,7 +71,7 @@ def train(options, strategy):
     each = options.steps_per_execution
     warmup, timed = max(1, -(-options.warmup // each)), -(-options.steps // each)  # in executions
     clock = work.Clock()
-    at_ends = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: clock.tick())
+    at_ends = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: (clock.tick(), at_end()))
     streams = Repeated(*work.batch(options.model, options.batch), each * (warmup + timed))
     trainer.fit(streams, epochs=1, callbacks=[at_ends], verbose=0)
     if strategy.extended.should_checkpoint:

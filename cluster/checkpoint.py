@@ -46,13 +46,6 @@ class Checkpoint:
     arrays: dict[str, np.ndarray]
     facts: dict
 
-    def first_not_finite(self) -> str | None:
-        """The path of the first of weights and moving statistics that holds an infinity or NaN."""
-        for name, array in self.arrays.items():
-            if name.startswith(("weights/", "statistics/")) and not np.isfinite(array).all():
-                return self.facts["paths"][name]
-        return None
-
     def to_bytes(self) -> bytes:
         """A file's content."""
         described = {name: [str(array.dtype), array.shape] for name, array in self.arrays.items()}
@@ -112,6 +105,12 @@ def take(trainer, epoch: int, in_epoch: int, callbacks=(), facts=None) -> Checkp
     return Checkpoint(trainer.step, epoch, in_epoch, arrays, {**(facts or {}), **kept})
 
 
+def not_finite(trainer) -> str | None:
+    """The path of the first of the trainer's weights and moving statistics that holds an infinity or NaN."""
+    variables = [*trainer._step.variables["weights"], *trainer._step.variables["statistics"]]
+    return next((v.path for v in variables if not np.isfinite(keras.ops.convert_to_numpy(v)).all()), None)
+
+
 def problem(checkpoint: Checkpoint, trainer) -> str | None:
     """Why the trainer cannot go on from there: another network or optimizer. None if it can."""
     variables = _variables(trainer)
@@ -134,6 +133,17 @@ def put_back(checkpoint: Checkpoint, trainer):
     if why := problem(checkpoint, trainer):
         raise Damaged(f"it is another network's or optimizer's: {why}")
     for name, variable in _variables(trainer).items():
+        variable.assign(checkpoint.arrays[name])
+
+
+def put_back_weights(checkpoint: Checkpoint, trainer):
+    """Sets weights and moving statistics alone, for an evaluation. Raises Damaged if they are another network's."""
+    kinds = ("weights", "statistics")
+    ours = {f"{kind}/{i}": v for kind in kinds for i, v in enumerate(trainer._step.variables[kind])}
+    theirs = {name: array.shape for name, array in checkpoint.arrays.items() if name.partition("/")[0] in kinds}
+    if theirs != {name: tuple(variable.shape) for name, variable in ours.items()}:
+        raise Damaged("it is another network's")
+    for name, variable in ours.items():
         variable.assign(checkpoint.arrays[name])
 
 

@@ -54,7 +54,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from cluster import digest, observe
+from cluster import digest, drift, observe
 from cluster.replica_pass import is_seed
 
 FORMAT = 1
@@ -84,7 +84,7 @@ class Recorder:
 
     def begin(self, trainer):
         """Writes what precedes the first step."""
-        chief = trainer.distribute_strategy.extended.should_checkpoint
+        self._trainer, chief = trainer, trainer.distribute_strategy.extended.should_checkpoint
         self._file = tf.io.gfile.GFile(self._path, "a" if self.lines else "w") if self._path and chief else None
         self._first, variables = None if self.lines else trainer.step + 1, trainer._step.variables
         header = {
@@ -108,7 +108,11 @@ class Recorder:
             self._write({"step": trainer.step, **state(variables)})
 
     def stepped(self, step, metrics, metric_sums, seen):
-        """Writes a step: its number, its metrics and their sums, and what `Step.train` has observed, as tensors."""
+        """Writes a step: its number, its metrics and their sums, and what `Step.train` has observed, as tensors.
+
+        Raises:
+          drift.Drift: on every worker, if they do not hold the same weights and moving statistics after it.
+        """
         seen = tf.nest.map_structure(lambda tensor: tensor.numpy(), seen)
         examples = seen["examples"].reshape([-1, seen["examples"].shape[-1]])
         numbers, sums = np.split(seen["replicas"], [1 + digest.PROJECTIONS], axis=1)
@@ -145,6 +149,7 @@ class Recorder:
 
     def end(self):
         """Closes the file."""
+        self._trainer = None
         if self._file:
             self._file.close()
 
@@ -153,6 +158,8 @@ class Recorder:
         if self._file:
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
+        if "workers" in line:
+            drift.check(self._trainer, line)
         if self._listen:
             self._listen(line)
 

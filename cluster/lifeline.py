@@ -12,7 +12,6 @@ tells all how to end; another process's wish to stop comes to it this way.
 import contextlib
 import faulthandler
 import json
-import os
 import selectors
 import socket
 import sys
@@ -209,7 +208,6 @@ class Lifeline:
         print(f"error: {why}", file=sys.stderr, flush=True)
         time.sleep(0.5 if pass_on else 0)  # the others are to hear it before they see a connection close
         self._end(wishes.RESUMABLE)
-        os._exit(wishes.RESUMABLE)
 
     def explains(self):
         """Waits a little for another worker's end as the reason of an error here. If it is, the process ends in here.

@@ -17,6 +17,8 @@ from cluster import tree
 # own, in program order, which is the same on every worker; tf.distribute's own keys count up from 1.
 _group_keys = itertools.count(1_000_000)
 
+BUCKET_BYTES = 32 << 20
+
 
 class Reduction:
     """Reduces lists of tensors over the K logical replicas that the replicas of a strategy hold.
@@ -26,7 +28,7 @@ class Reduction:
       logical_replicas: K; N must divide it.
       ordered: add in tree order (the same bits for every N), or by ring all-reduce (the same sum up to rounding).
       communication: TensorFlow's hint for the implementation, 'auto', 'ring' or 'nccl'. It changes no order.
-      bucket_bytes: tensors travel in packs of one type of about this size; cutting changes no bit.
+      bucket_bytes: tensors travel in packs of one type of about this size (default BUCKET_BYTES); cutting changes no bit.
       together: what is added is one list a replica, of all that it hosts, instead of one a logical replica.
 
     Attributes:
@@ -36,7 +38,7 @@ class Reduction:
       ValueError: if N does not divide K; the message names the numbers of replicas that work.
     """
 
-    def __init__(self, strategy, logical_replicas, ordered=True, communication="auto", bucket_bytes=32 << 20, together=False):
+    def __init__(self, strategy, logical_replicas, ordered=True, communication="auto", bucket_bytes=None, together=False):
         self.replicas = strategy.num_replicas_in_sync
         self.logical_replicas = logical_replicas
         if logical_replicas % self.replicas:
@@ -47,7 +49,7 @@ class Reduction:
         self.leaves = self.replicas if together else logical_replicas
         self.ordered = ordered
         self._hint = communication
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes = bucket_bytes or BUCKET_BYTES
         self._nodes = [tree.maximal_nodes(*self.passes(replica)) for replica in range(self.replicas)]
         self.local = {0} if self.replicas == 1 else set()  # the ids of this process's replicas
         if self.replicas > 1:
@@ -121,9 +123,13 @@ class Reduction:
         return tf.reduce_sum(tf.ensure_shape(self._gather(replica, tensor[None]), [self.replicas, *tensor.shape]), 0)
 
     def _buckets(self, tensors):
-        """The indices of `tensors` in packs of one type and of about `bucket_bytes`."""
+        """The indices of `tensors` in packs of one type and of about `bucket_bytes`, those first that a step knows first.
+
+        The last layers' gradients are finished first, so the list is taken from its end: a pack can be on its way while the
+        backward pass goes on. (Collectives run in the order in which they are traced.)
+        """
         buckets, filled = [], 0
-        for i in sorted(range(len(tensors)), key=lambda i: tensors[i].dtype.name):
+        for i in sorted(range(len(tensors)), key=lambda i: (tensors[i].dtype.name, -i)):
             size = tensors[i].shape.num_elements() * tensors[i].dtype.size
             if not buckets or tensors[buckets[-1][0]].dtype != tensors[i].dtype or filled + size > self._bucket_bytes:
                 buckets.append([])

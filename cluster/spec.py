@@ -15,7 +15,7 @@ import re
 from cluster import slurm
 
 JOBS = ("chief", "worker", "ps")
-_LATER = ("evaluator",)  # jobs that TensorFlow knows
+EVALUATOR = "evaluator"  # no member of the cluster: it follows the checkpoints
 _FORM = """{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}"""
 
 
@@ -87,6 +87,16 @@ def from_environment(environ=None, worker_hosts="", task_index=None) -> Member |
     return parse(step, "Slurm") if step else None
 
 
+def is_evaluator(environ=None) -> bool:
+    """Whether TF_CONFIG makes this process an evaluator, which follows the checkpoints, listed in the cluster or not.
+
+    Raises:
+      ClusterError: if TF_CONFIG cannot be used.
+    """
+    text = (os.environ if environ is None else environ).get("TF_CONFIG")
+    return text is not None and _load(text)[1].get("type") == EVALUATOR
+
+
 def environment_names_a_cluster(environ=None) -> bool:
     """Whether TF_CONFIG or Slurm tells of a cluster, usable or not."""
     try:
@@ -98,6 +108,9 @@ def environment_names_a_cluster(environ=None) -> bool:
 def parse(text: str, origin: str = "TF_CONFIG") -> Member:
     """Reads a TF_CONFIG. Raises ClusterError."""
     cluster, task = _load(text)
+    if EVALUATOR in cluster:  # it is no member: it trains nothing, and nobody waits for it
+        cluster = {job: addresses for job, addresses in cluster.items() if job != EVALUATOR}
+        text = json.dumps({"cluster": cluster, "task": task})
     problems = [*_cluster_problems(cluster), *_task_problems(task, cluster)]
     if problems:
         raise ClusterError("\n".join(problems))
@@ -185,9 +198,6 @@ def _cluster_problems(cluster):
         where = f"TF_CONFIG cluster has the job {_short(job)}"
         if job in JOBS:
             yield from _list_problems(f"TF_CONFIG cluster '{job}'", addresses)
-        elif job in _LATER:
-            lacking = "" if any(known in cluster for known in JOBS) else f" and no {_names(('worker', 'chief'), 'or')}"
-            yield f"{where}{lacking}: not yet: only {_names(JOBS)} are known so far; leave it out"
         else:
             yield f"{where}, which is unknown: {_nearest(job)}"
     known = {job: cluster[job] for job in JOBS if isinstance(cluster.get(job), list)}
@@ -213,8 +223,6 @@ def _task_problems(task, cluster):
             if index is None or index >= len(cluster[job]):
                 given = f"index is {_short(task['index'])}" if "index" in task else "has no 'index'"
                 yield f"TF_CONFIG task {given}; '{job}' has {_indices(cluster[job])}"
-    elif job in _LATER:
-        yield f"TF_CONFIG task type is '{job}': not yet: only {_names(JOBS)} are known so far; leave this process out"
     elif job in JOBS:
         if "chief" in cluster or "worker" in cluster:  # otherwise the cluster's problem has been told
             yield f"TF_CONFIG task type is '{job}', but the cluster has {_names(cluster)}; use one of these, or add '{job}'"
@@ -225,7 +233,7 @@ def _task_problems(task, cluster):
 def _nearest(job):
     if job == "master":
         return "TensorFlow 1's 'master' is now 'chief'"
-    near = difflib.get_close_matches(job.lower(), (*JOBS, *_LATER), n=1)
+    near = difflib.get_close_matches(job.lower(), (*JOBS, EVALUATOR), n=1)
     return f"did you mean '{near[0]}'?" if near else f"use {_names(JOBS, 'or')}"
 
 

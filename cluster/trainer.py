@@ -179,6 +179,7 @@ class Trainer(keras.Model):
         Raises:
           ValueError: see `datasets.training`, `datasets.evaluation` and `losses`.
           checkpoint.Damaged: if `resume` is of another network or optimizer.
+          drift.Drift: at a recorded step after which the workers do not hold the same weights.
           wishes.Stopped: if a worker wished it during an evaluation; wishes.NonFinite: at a loss or gradient that is not.
         """
         self._assert_compile_called("fit")

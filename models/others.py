@@ -16,12 +16,19 @@ def application(name: str, input_shape, classes: int) -> keras.Model:
     Raises:
       ModelError: if it cannot take such images.
     """
+    with one_line(name):
+        return _with_float32_logits(_applied(name, weights=None, input_shape=input_shape, classes=classes))
+
+
+def pretrained(name: str) -> keras.Model:
+    """The network 'keras:NAME' for ImageNet with the weights that Keras downloads. Raises what that raises."""
+    return _applied(name, weights="imagenet")
+
+
+def _applied(name, **arguments):
     builder = getattr(keras.applications, name.removeprefix("keras:"))
     scaling = {"include_preprocessing": False} if "include_preprocessing" in inspect.signature(builder).parameters else {}
-    with one_line(name):
-        return _with_float32_logits(
-            builder(weights=None, input_shape=input_shape, classes=classes, classifier_activation=None, **scaling)
-        )
+    return builder(classifier_activation=None, **arguments, **scaling)
 
 
 def users(name: str, input_shape, classes: int) -> keras.Model:

@@ -231,8 +231,30 @@ def normalised_globally(strategy=None, logical_replicas=4, batch_norm="global", 
         keras.config.set_dtype_policy("float32")
 
 
+def drift(strategy):
+    """What ends a run of which worker 1 changes a weight of its own after step 3; fingerprints are made of every second."""
+    from cluster.drift import Drift
+    from cluster.fingerprint import Recorder
+
+    def disturb(batch, logs):
+        if batch == 2 and strategy.cluster_resolver.task_id == 1:
+            [kernel] = strategy.experimental_local_results(model.layers[-1].kernel.value)
+            kernel[0, 0].assign(7.0)
+
+    with strategy.scope():
+        model = network()
+        trainer = cluster.Trainer(model, BATCH, 4)
+        trainer.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=disturb)
+    try:
+        trainer.fit(batches(*examples()), steps_per_epoch=6, fingerprints=Recorder(None, 2), callbacks=[callback], verbose=0)
+    except Drift as error:
+        return [trainer.step, str(error), model.layers[-1].kernel.path]
+
+
 CASES = {
     "normalised_globally": normalised_globally,
+    "drift": drift,
     "equal_in_float64": equal_in_float64,
     "plain": training,
     "adamw_ema": lambda s: training(s, optimizer=lambda: keras.optimizers.AdamW(1e-3, use_ema=True, ema_momentum=0.9)),

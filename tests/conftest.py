@@ -33,8 +33,8 @@ def pytest_configure(config):
 
 # Files of tests that start processes and wait for them with a deadline: `python -m tests` runs them one after the other.
 PROCESSES = (
-    *("benchmark", "clusters_doc", "config", "digits", "doctor", "faults", "identity", "launcher", "monitoring"),
-    *("preflight", "reliability", "rendezvous", "restarts", "run_dir", "sets", "study", "terminal", "verify"),
+    *("benchmark", "clusters_doc", "config", "digits", "doctor", "drift", "evaluator", "faults", "identity", "launcher"),
+    *("monitoring", "preflight", "reliability", "rendezvous", "restarts", "run_dir", "sets", "study", "terminal", "verify"),
 )
 
 

@@ -19,12 +19,11 @@ def evaluated(output):
     return next(line for line in output.splitlines() if "Accuracy @ 1" in line).removeprefix("[0] ")
 
 
-def test_evaluation_of_the_run_is_the_same_on_one_two_and_four_workers(main_job, tmp_path):
+def test_evaluation_of_the_run_is_the_same_on_one_and_four_workers(main_job, tmp_path):
     directory, output = main_job
     csv, png = tmp_path / "predictions.csv", tmp_path / "confusion.png"
     one = run_program("evaluate", f"--run_dir={directory}", f"--predictions={csv}", f"--confusion={png}")
-    for workers in (2, 4):
-        assert evaluated(run_program("evaluate", f"--run_dir={directory}", f"--workers={workers}")) == evaluated(one)
+    assert evaluated(run_program("evaluate", f"--run_dir={directory}", "--workers=4")) == evaluated(one)
     right, of, top_1 = re.search(r"held out: (\d+) of (\d+) right, top-1 ([\d.]+)", output).groups()
     assert re.fullmatch(rf"Accuracy @ 1 = {top_1} Accuracy @ 5 = [\d.]+ \[360 examples\] loss = [\d.]+", evaluated(one))
     assert png.read_bytes()[:4] == b"\x89PNG"
@@ -55,13 +54,6 @@ def test_evaluation_agrees_with_a_plain_loop_over_the_saved_model(main_job, tens
 
 def test_one_process_trains_the_same_model_to_the_last_bit(main_job, tmp_path):
     assert sha256(run_program("train", "--dataset=digits", f"--run_dir={tmp_path}")) == sha256(main_job[1])
-
-
-def test_four_workers_train_the_same_model_to_the_last_bit(tmp_path):
-    """Without the recipe's length, since four processes share two cores here."""
-    runs = (["train", "--steps=30", f"--workers={workers}", f"--run_dir={tmp_path}/{workers}"] for workers in (1, 4))
-    one, four = (sha256(run_program(*flags)) for flags in runs)
-    assert one == four
 
 
 @pytest.mark.soak

@@ -24,7 +24,7 @@ LISTS = {
     4: EVERYWHERE,
 }
 # What four workers run without --soak: on two cores they take turns.
-FOUR = ("plain", "mixed_float16_infinity", "keras_callbacks", "by_hand_4", "dropout_masks", "evaluation")
+FOUR = ("plain", "mixed_float16_infinity", "by_hand_4", "dropout_masks", "evaluation")
 
 
 @pytest.fixture

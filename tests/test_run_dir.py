@@ -39,6 +39,7 @@ NO_RESULT = {
     "keep_checkpoints",
     "max_skipped_steps",
     "step_timeout_s",
+    "evaluator_timeout_min",
     "run_dir",
     "tensorboard",
     "log_every_steps",

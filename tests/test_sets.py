@@ -54,7 +54,8 @@ def write_imagenet(folder, truncate=None):
 
 
 @pytest.mark.parametrize(
-    ("dataset", "write", "shards", "held_out"), [("folder", write_folder, 4, 8), ("imagenet", write_imagenet, 4, 10)]
+    ("dataset", "write", "shards", "held_out"),
+    [pytest.param("folder", write_folder, 4, 8, marks=pytest.mark.soak), ("imagenet", write_imagenet, 4, 10)],
 )
 def test_pictures_train_the_same_weights_on_two_workers_as_on_one(tensorflow, tmp_path, dataset, write, shards, held_out):
     raw = tmp_path / "raw"

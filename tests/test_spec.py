@@ -11,7 +11,6 @@ from cluster import slurm, spec
 TWO = {"worker": ["a:1", "b:2"]}
 THREE = {"chief": ["c:1"], **TWO}
 PS = {**THREE, "ps": ["d:1"]}
-LATER = "not yet: only 'chief', 'worker' and 'ps' are known so far"
 
 
 def config(cluster=TWO, **task):
@@ -81,12 +80,10 @@ def test_with_parameter_servers_the_chief_alone_runs_the_program_and_each_proces
         (config(type="master"), "'master' is now 'chief'"),
         (config({"master": ["c:1"], **TWO}), "'master' is now 'chief'"),
         (config(type="ps"), "task type is 'ps', but the cluster has 'worker'; use one of these, or add 'ps'"),
-        (config(type="evaluator"), f"task type is 'evaluator': {LATER}"),
         (config({"worker": ["a:1"], "ps": ["b:1"]}), "'ps' and no 'chief': with parameter servers the chief coordinates"),
         (config({"chief": ["a:1"], "ps": ["b:1"]}, type="chief"), "has 'ps' and no 'worker'"),
         (config({**PS, "ps": ["a:1"]}), "'a:1' twice, as worker 0 and ps 0"),
         (config({**PS, "ps": []}), "'ps' is []; it must be a list of 'host:port'"),
-        (config({"worker": ["a:1"], "evaluator": ["b:1"]}), f"the job 'evaluator': {LATER}"),
         (config({"ps": ["b:1"]}), "'ps' and no 'chief' or 'worker'"),
         (config({"wroker": ["a:1"]}), "did you mean 'worker'?"),
         (config({"Chief": ["a:1"], **TWO}), "did you mean 'chief'?"),
@@ -354,3 +351,15 @@ def test_a_cluster_that_cannot_be_used_is_named_all_the_same(environ, named):
 def test_the_environment_is_this_process_s(monkeypatch):
     monkeypatch.setenv("TF_CONFIG", config(index=1))
     assert spec.from_environment().number == 1
+
+
+def test_an_evaluator_is_no_member_listed_or_not():
+    workers = {"worker": ["a:1", "b:1"]}
+    for cluster in (workers, {**workers, "evaluator": ["c:1"]}):
+        member = spec.parse(json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 1}}))
+        assert (member.number, member.workers, member.addresses) == (1, 2, ("a:1", "b:1"))
+        assert json.loads(member.tf_config)["cluster"] == workers  # what TensorFlow is told
+        evaluator = json.dumps({"cluster": cluster, "task": {"type": "evaluator", "index": 0}})
+        assert spec.is_evaluator({"TF_CONFIG": evaluator})
+        assert not spec.is_evaluator({"TF_CONFIG": member.tf_config})
+    assert not spec.is_evaluator({})

@@ -1,0 +1,118 @@
+"""Whether the reduction begins before the backward pass ends: a trace of some steps on W workers, in one line of JSON.
+
+    python -m benchmarks.overlap --workers=2 --logical_replicas=2 --model=resnet56 --bucket_kb=256
+
+The chief's profiler tells when each operation ran. Of every step: how long before the end of its last convolution's gradient
+the first and the last collective of the reduction began (milliseconds; negative: after it), and how long the step took.
+"""
+
+import contextlib
+import json
+import pathlib
+import statistics
+import sys
+import tempfile
+
+from benchmarks import lockstep_step, work
+from cluster import launcher
+
+
+def main() -> int:
+    parser = work.parser(__doc__)
+    parser.add_argument("--workers", type=int, default=2, help="processes on 127.0.0.1")
+    parser.add_argument("--steps_per_execution", type=int, default=1, help="steps in one call")
+    parser.add_argument("--bucket_kb", type=int, default=0, help="size of a pack of the reduction; 0: the program's own")
+    parser.add_argument("--child", default="", help="for the script itself: be a worker, and write the line to this file")
+    options = parser.parse_args()
+    if options.child:
+        as_worker(options)
+    with tempfile.TemporaryDirectory() as folder:
+        line = pathlib.Path(folder, "line.json")
+        command = [sys.executable, "-m", "benchmarks.overlap", *sys.argv[1:], f"--child={line}"]
+        with contextlib.redirect_stdout(sys.stderr):  # the workers' output
+            status = launcher.run(command, options.workers)
+        if status == 0:
+            print(line.read_text())
+        return status
+
+
+def as_worker(options):
+    """Trains and traces as this process's part in the cluster; does not return."""
+    import tensorflow as tf
+
+    import cluster
+    from cluster import reduction
+
+    if options.bucket_kb:
+        reduction.BUCKET_BYTES = options.bucket_kb << 10
+    work.set_inter_op_threads(options.inter_op_threads)
+
+    def main(strategy):
+        traced = pathlib.Path(options.child).with_name("trace")
+
+        def tick(count=[0]):  # noqa: B006
+            count[0] += 1
+            if strategy.extended.should_checkpoint and count[0] == options.warmup:
+                tf.profiler.experimental.start(str(traced))
+
+        lockstep_step.train(options, strategy, tick)
+        if strategy.extended.should_checkpoint:
+            tf.profiler.experimental.stop()
+            timed = json.loads(pathlib.Path(options.child).read_text())
+            found = {"bucket_kb": options.bucket_kb, **seen_in(traced), "step_time_s": statistics.median(timed["step_time_s"])}
+            facts = ("model", "workers", "logical_replicas", "identical")
+            pathlib.Path(options.child).write_text(json.dumps({**{name: timed[name] for name in facts}, **found}))
+
+    cluster.run(main, options.identical, options.threads)
+
+
+def seen_in(folder: pathlib.Path) -> dict:
+    """Medians over the steps of the trace."""
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    space = xplane_pb2.XSpace.FromString(next(folder.rglob("*.xplane.pb")).read_bytes())
+    gradients, collectives = [], []  # (begin, end) in milliseconds
+    for plane in space.planes:
+        names = {key: value.name for key, value in plane.event_metadata.items()}
+        for line in plane.lines:
+            for event in line.events:
+                name = names[event.metadata_id]
+                begin = line.timestamp_ns / 1e6 + event.offset_ps / 1e9
+                span = begin, begin + event.duration_ps / 1e9
+                if "Conv2DBackpropFilter" in name:
+                    gradients.append(span)
+                elif "CollectiveAllToAll" in name or "CollectiveReduce" in name:
+                    collectives.append(span)
+    firsts, lasts = [], []
+    gradients.sort()
+    for step in _steps(gradients):
+        end = max(e for _, e in step)
+        following = min((b for b, _ in gradients if b > end), default=float("inf"))
+        began = [b for b, _ in collectives if step[0][0] < b < following]
+        if began:
+            firsts.append(end - min(began))
+            lasts.append(end - max(began))
+    packs = len(collectives) / max(1, len(firsts))
+    return {
+        "steps": len(firsts),
+        "packs": round(packs, 1),
+        "first_begins_before_the_end_ms": statistics.median(firsts),
+        "last_begins_before_the_end_ms": statistics.median(lasts),
+    }
+
+
+def _steps(gradients):
+    """The gradients' spans by step: a gap of more than the median step's idle time separates two."""
+    gaps = [b - e for (_, e), (b, _) in zip(gradients, gradients[1:], strict=False)]
+    limit = sorted(gaps)[-max(1, len(gaps) // 50)] / 2
+    steps, current = [], gradients[:1]
+    for gap, span in zip(gaps, gradients[1:], strict=True):
+        if gap > max(limit, 1.0):
+            steps.append(current)
+            current = []
+        current.append(span)
+    return [*steps, current]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
