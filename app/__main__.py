@@ -95,9 +95,11 @@ def _train(arguments):
         early.check(settings, init=True)
         with quiet.hushed(not settings.verbose):
             from app import dry_run
+            from cluster import parameter_servers
         member = _member(options)
         workers = options.workers or (member.workers if member else 1)
-        print("\n".join(list(dry_run.lines(settings, workers, options.recipe))))
+        serving = workers if options.ps else parameter_servers.workers_of(member)
+        print("\n".join(list(dry_run.lines(settings, 1 if serving else workers, options.recipe, serving))))
         return 0
 
     if options.workers is None and spec.is_evaluator():
@@ -288,6 +290,8 @@ def _on_workers(command, settings, options, part, reads=True):
     replicas = workers or (member.workers if member else 1)
     if options.ps or (member and member.ps):
         replicas = 1  # any worker computes any logical replica
+    elif settings.asynchronous and command in ("train", "benchmark"):
+        raise UsageError("--asynchronous needs parameter servers: --workers=2 --ps=1 on this machine, or `ps` in TF_CONFIG")
     what = "--workers={}" if workers else "a cluster of {} workers"
     problem = config.batch_problem(settings.global_batch_size, settings.logical_replicas, replicas, what)
     if problem and command != "doctor":  # which says it beside the rest

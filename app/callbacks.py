@@ -98,6 +98,44 @@ class Skipped(keras.callbacks.Callback):
                 )
 
 
+class Staleness(keras.callbacks.Callback):
+    """Of asynchronous updates: how many others were made between reading the weights and applying the gradient; told by epoch.
+
+    Args:
+      say: prints a line.
+
+    Attributes:
+      mean, largest: of all updates so far.
+    """
+
+    def __init__(self, say=print):
+        super().__init__()
+        self._say, self._sum, self._count, self.largest = say, 0, 0, 0
+
+    @property
+    def mean(self) -> float:
+        return self._sum / max(1, self._count)
+
+    def get_state(self):
+        return {"sum": self._sum, "count": self._count, "largest": self.largest}
+
+    def set_state(self, state):
+        self._sum, self._count, self.largest = state["sum"], state["count"], state["largest"]
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        found = [int(record["staleness"]) for record in self.model.records()]
+        self._epoch += found
+        self._sum, self._count, self.largest = self._sum + sum(found), self._count + len(found), max(self.largest, *found)
+
+    def on_epoch_end(self, epoch, logs=None):
+        if self._epoch:
+            mean = sum(self._epoch) / len(self._epoch)
+            self._say(f"epoch {epoch + 1}  staleness: mean {mean:.2f}, largest {max(self._epoch)} updates")
+
+
 class Profile(keras.callbacks.Callback):
     """Leaves a trace of some training steps for TensorBoard's profiler, in plugins/profile/ of a directory.
 

@@ -16,7 +16,7 @@ FITS = 1e-4  # of a tensor's norm: rounding in float32 stays below, within a ste
 ROUNDING = 2e-5
 # Runs that round otherwise do so in every sum, and Adam's first update divides each element by its own size (1.5e-4 seen).
 UNLIKE_SUMS = 10
-_LATER = {"batch_norm": "replica"}  # what runs recorded before a field was there did
+_LATER = {"batch_norm": "replica", "asynchronous": False}  # what runs recorded before a field was there did
 _SHAPED = ("weights", "statistics", "optimizer")
 _IGNORED = ("prepared_dir", "data_dir", "run_dir", "replicas", "cluster", "devices", "source_revision", "versions", "workers")
 
@@ -309,6 +309,10 @@ def _apart(a, b, slack=None):
 
 def _setting(run_a, run_b):
     """What would remove a difference by rounding."""
+    if any((run.config or {}).get("asynchronous") for run in (run_a, run_b)):
+        return (
+            "--asynchronous applies gradients in the order in which they come, so that no two runs are the same; leave it out"
+        )
     if "global" in (run.lines[0].get("batch_norm") for run in (run_a, run_b)):
         return "--batch_norm=global adds in an order that follows the number of workers"
     if not all(run.lines[0].get("identical", True) for run in (run_a, run_b)):

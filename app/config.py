@@ -105,6 +105,12 @@ class Config:
     dtype: str = _field("float32", "Arithmetic", "Keras's dtype policy", DTYPES)
     loss_scale: str = _field("", "Arithmetic", "for mixed_float16: dynamic, or a number as 128; empty: dynamic there")
     jit_compile: bool = _field(False, "Arithmetic", "compile the passes with XLA")
+    asynchronous: bool = _field(
+        False,
+        "Execution",
+        "with parameter servers: an update for each logical replica's batch when its gradient comes, round(n / b) an epoch; the "
+        "result follows the order of arrival",
+    )
     steps_per_execution: int = _field(1, "Execution", "steps in one call; callbacks see every so many", least=1, result=False)
     communication: str = _field("auto", "Execution", "hint for collectives; changes no bit", COMMUNICATIONS, result=False)
     start_timeout_s: int = _field(60, "Execution", "how long the workers wait for one another", least=1, result=False)
@@ -239,6 +245,10 @@ def _contradictions(config):
         yield f"--profile_steps={config.profile_steps}: the first and the last step, counted from 1, as 100:110"
     if config.verify_against and not config.identical:
         yield f"--verify_against={config.verify_against} compares bits, which --noidentical gives away: leave out one of them"
+    if config.asynchronous:
+        for name in ("verify_against",) if config.batch_norm == "replica" else ("batch_norm", "verify_against"):
+            if value := getattr(config, name):
+                yield f"--{name}={value} does not go with --asynchronous, where no two runs are the same: leave out one of them"
     if config.batch_norm == "global" and config.identical:
         yield (
             "--batch_norm=global adds statistics over the workers within the passes, in an order that follows their number: "

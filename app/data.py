@@ -8,7 +8,7 @@ from app import prepare as prepare_module
 from app.config import Config, UsageError
 from app.manifest import Manifest, ManifestError
 from app.records import RecordError
-from app.streams import EvaluationStreams, ShardsError, TrainingStreams
+from app.streams import EvaluationStreams, ShardsError, TrainingStreams, UnitStreams
 
 _MISTAKES = (sources.SourceError, prepare_module.PrepareError, ManifestError, RecordError, ShardsError)
 
@@ -69,7 +69,7 @@ def load(config: Config, say=print, first_step=0) -> Data:
     replicas, batch = config.logical_replicas, config.global_batch_size
     one_hot = len(manifest.classes) if config.label_smoothing else 0
     try:
-        training = TrainingStreams(
+        training = (UnitStreams if config.asynchronous else TrainingStreams)(
             manifest, treatment, replicas, batch, config.seed, first_step, config.shuffle_buffer, one_hot
         )
     except ShardsError as error:

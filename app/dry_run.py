@@ -8,19 +8,20 @@ import keras
 from app import config as config_module
 from app import data as data_module
 from app import optimizers, run_dir, schedules
-from app.train import network, plan, rate
+from app.train import network, of_update, plan, rate
 from cluster.tree import maximal_nodes
 
 _TENSORFLOW_MB = 850  # resident memory of a worker on Linux whose network and data are tiny (measured, CPU)
 
 
-def lines(config, workers: int, recipe: str):
+def lines(config, workers: int, recipe: str, serving: int = 0):
     """Yields the lines.
 
     Args:
       config: the resolved configuration.
       workers: processes of the cluster.
       recipe: that it is based on, or "".
+      serving: so many workers compute for a coordinator, and `workers` is 1.
     Raises:
       UsageError: for what would stop the training at its start.
     """
@@ -35,7 +36,8 @@ def lines(config, workers: int, recipe: str):
     steps_per_epoch = data.training.steps
     epochs = -(-config.steps // steps_per_epoch) if config.steps else config.epochs
     total_steps = config.steps or epochs * steps_per_epoch
-    yield from plan(config, data, workers, steps_per_epoch, epochs)
+    yield from plan(config, data, workers, steps_per_epoch, epochs, serving)
+    config = of_update(config)
     yield f"{total_steps:,} steps of {config.global_batch_size} examples: {total_steps * config.global_batch_size:,} in all"
 
     keras.config.set_dtype_policy(config.dtype)

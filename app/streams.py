@@ -128,6 +128,22 @@ class TrainingStreams:
         return mixed_examples.map(lambda shard, record, serialized: (epoch, shard, record, serialized))
 
 
+class UnitStreams(TrainingStreams):
+    """The same examples for asynchronous updates, each of one logical replica's batch.
+
+    Batch number u is that of logical replica u mod K in step u div K, and an epoch is round(n / b) of them.
+    """
+
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named)
+        self.steps = max(1, round(int(self._examples.sum()) / self._replica_batch_size))
+
+    def batch_at(self, step, k, with_ids: bool = False):
+        """Batch number `step`; there is one logical replica alone, k = 0."""
+        replicas = len(self._shards)
+        return super().batch_at(step // replicas, step % replicas, with_ids)
+
+
 class EvaluationStreams:
     """The held-out examples, each once: elements ((image, label), valid), as `cluster.Trainer.evaluate` takes them.
 

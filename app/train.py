@@ -16,10 +16,10 @@ import app
 from app import against, checkpoints, faults, initial, monitoring, optimizers, run_dir, schedules, seam
 from app import config as config_module
 from app import data as data_module
-from app.callbacks import EvaluateAt, Profile, Skipped
+from app.callbacks import EvaluateAt, Profile, Skipped, Staleness
 from app.randomness import Keyed
 from app.terminal import Progress, Terminal, logged
-from cluster import Trainer, checkpoint, fingerprint, global_batch_norm, lifeline, spec, wishes
+from cluster import Trainer, checkpoint, fingerprint, global_batch_norm, lifeline, parameter_servers, spec, wishes
 from cluster.agreement import agree, bytes_from_chief, from_chief
 from models import ModelError, build
 
@@ -55,6 +55,7 @@ def train(config: config_module.Config, strategy, callbacks=()) -> dict:
 def _train(config, strategy, callbacks, me, own):
     began = time.monotonic()
     chief, replicas = strategy.extended.should_checkpoint, strategy.num_replicas_in_sync
+    serving = parameter_servers.workers_of(me)
     terminal = Terminal(silent=not chief, quiet=config.quiet)
     content = checkpoints.latest(config, terminal.result) if chief else None
     first_step = from_chief(me, checkpoint.from_bytes(content).step if content else 0)
@@ -63,13 +64,15 @@ def _train(config, strategy, callbacks, me, own):
     steps_per_epoch = data.training.steps
     epochs = -(-config.steps // steps_per_epoch) if config.steps else config.epochs
     total_steps = config.steps or epochs * steps_per_epoch
-    for line in plan(config, data, replicas, steps_per_epoch, epochs):
+    if serving:
+        terminal.say(parameter_servers.role(me))
+    for line in plan(config, data, replicas, steps_per_epoch, epochs, serving):
         terminal.say(line)
 
     plain, model = assemble(config, data, strategy, total_steps)
     content = bytes_from_chief(me, content)
     resume = checkpoint.from_bytes(content) if content else None
-    record = configuration(config, data.manifest, replicas, me)
+    record = configuration(config, data.manifest, serving or replicas, me)
     if not resume and (begun := initial.put(config, plain, me, lambda: network(config, data))):
         terminal.say(begun[0])
         record["init_from_sha256"] = begun[1]
@@ -81,7 +84,7 @@ def _train(config, strategy, callbacks, me, own):
     terminal.say(f"{plain.count_params():,} parameters; tracing the first step")
 
     lines = resume.facts["lines"] if resume else {}
-    sinks = [Progress(terminal, steps_per_epoch, epochs, total_steps, config.global_batch_size)]
+    sinks = [Progress(terminal, steps_per_epoch, epochs, total_steps, of_update(config).global_batch_size)]
     files = monitoring.MetricsFiles(config.run_dir, config.log_every_steps, lines) if chief else None
     sinks += [files] if files else []
     if config.tensorboard:
@@ -89,7 +92,7 @@ def _train(config, strategy, callbacks, me, own):
         if chief:
             text = {"configuration": "\n".join(f"    {line}" for line in json.dumps(record, indent=2).splitlines())}
             sinks.append(monitoring.TrainEvents(config.run_dir, config.log_every_steps, {} if resume else text))
-    monitor = monitoring.Monitor(sinks, config.global_batch_size)
+    monitor = monitoring.Monitor(sinks, of_update(config).global_batch_size)
     started = time.monotonic()
     steps = [int(step) for step in config.eval_at_steps.split(",") if step]
     fingerprints, every = None, recorded.every if recorded else config.fingerprint_every
@@ -101,7 +104,8 @@ def _train(config, strategy, callbacks, me, own):
     )
     profile = [Profile(config.profiled, own, terminal.say)] if config.profiled else []
     history, skipped = keras.callbacks.History(), Skipped(config.max_skipped_steps)
-    remembering = [history, Keyed(), monitor, at_steps, skipped, *callbacks]
+    staleness = [Staleness(terminal.say)] if config.asynchronous else []
+    remembering = [history, Keyed(), monitor, at_steps, skipped, *staleness, *callbacks]
     saving = checkpoints.Checkpoints(
         config,
         me,
@@ -151,8 +155,10 @@ def _train(config, strategy, callbacks, me, own):
     model.save(path)
     history = history.history
     found = {"sha256": fingerprint.run_sha256(model, history), "steps": model.step, "first_step": first_step + 1}
-    found |= {"replicas": replicas, "fit_seconds": seconds, "seconds": time.monotonic() - began}
+    found |= {"replicas": serving or replicas, "fit_seconds": seconds, "seconds": time.monotonic() - began}
     found |= {"parameters": plain.count_params(), "skipped_steps": skipped.total}
+    if staleness:
+        found |= {"staleness_mean": staleness[0].mean, "staleness_max": staleness[0].largest}
     found |= {name: values[-1] for name, values in history.items()}
     found |= {f"val_{name}": value for name, value in averaged.items()}
     if data.evaluation:
@@ -172,6 +178,8 @@ def summary(config, found: dict):
     if found["first_step"] > found["steps"]:
         steps = "no step: only the end was missing,"
     yield f"trained {steps} in {found['fit_seconds']:.1f} s on {workers}"
+    if config.asynchronous:
+        yield f"staleness: mean {found['staleness_mean']:.2f}, largest {found['staleness_max']} updates"
     if found["skipped_steps"]:
         yield f"skipped {found['skipped_steps']} of them: the loss scale was too large for their gradients"
     if "val_top_1" in found:
@@ -182,7 +190,7 @@ def summary(config, found: dict):
     yield f"saved   {config.run_dir}: model.keras, config.json, metrics.jsonl, metrics.csv, summary.json"
     flag = shlex.quote(f"--run_dir={config.run_dir}")
     yield f"next    ./run.sh evaluate {flag}    ./run.sh tensorboard {flag}"
-    same = ": the same for any number of workers" if config.identical else ""
+    same = ": the same for any number of workers" if config.identical and not config.asynchronous else ""
     yield f"sha256  {found['sha256']}  (weights, optimizer, metrics{same})"
 
 
@@ -205,6 +213,7 @@ def open_data(config, strategy, me, say, first_step=0, **facts) -> data_module.D
 
 def assemble(config, data, strategy, total_steps):
     """The plain model, and the trainer around it, compiled. Raises UsageError."""
+    config = of_update(config)
     keras.config.set_dtype_policy(config.dtype)
     schedule = rate(config, data, total_steps)
     with strategy.scope():
@@ -214,6 +223,13 @@ def assemble(config, data, strategy, total_steps):
         optimizer = optimizers.make(config, schedule, plain)
         compile_trainer(model, optimizer, config, len(data.manifest.classes), schedule=None if schedule.constant else schedule)
     return plain, model
+
+
+def of_update(config: config_module.Config) -> config_module.Config:
+    """The configuration with the batch of one update: with --asynchronous that is a logical replica's."""
+    if not config.asynchronous:
+        return config
+    return dataclasses.replace(config, global_batch_size=config.replica_batch_size, logical_replicas=1)
 
 
 def rate(config, data, total_steps) -> schedules.Schedule:
@@ -236,7 +252,9 @@ def trainer(config, plain) -> Trainer:
     """The plain model wrapped for the run; to be called under the strategy's scope. Raises UsageError."""
     shape = config.global_batch_size, config.logical_replicas
     try:
-        return Trainer(plain, *shape, config.seed, config.identical, config.communication, config.batch_norm)
+        return Trainer(
+            plain, *shape, config.seed, config.identical, config.communication, config.batch_norm, config.asynchronous
+        )
     except global_batch_norm.Refused as error:
         raise config_module.UsageError(f"--batch_norm={config.batch_norm}: {error}") from None
 
@@ -264,22 +282,34 @@ def compile_trainer(model, optimizer, config, classes, metrics=(), schedule=None
     )
 
 
-def plan(config, data, replicas, steps_per_epoch, epochs):
-    """What is going to be done, in lines; every quantity that was derived is said."""
+def plan(config, data, replicas, steps_per_epoch, epochs, serving=0):
+    """What is going to be done, in lines; every quantity that was derived is said.
+
+    Args:
+      serving: workers that compute for a coordinator; 0: each of the `replicas` has its share.
+    """
     train, held_out = data.manifest.train, data.manifest.test
     yield (
         f"{config.model} on {config.dataset}: {train.examples:,} examples in {len(train.shards)} shards "
         f"to train with, {held_out.examples:,} held out"
     )
     workers = f"{replicas} {'worker' if replicas == 1 else 'workers'}"
+    share = f"{config.logical_replicas // replicas} on each of {workers}"
+    if serving:
+        share = f"each by whichever of {serving} {'worker' if serving == 1 else 'workers'} is free"
     yield (
         f"global batch {config.global_batch_size} = {config.logical_replicas} logical replicas x {config.replica_batch_size}; "
-        f"{config.logical_replicas // replicas} on each of {workers}"
+        f"{share}"
     )
+    if config.asynchronous:
+        yield (
+            f"asynchronous: an update for each {config.replica_batch_size} examples, in the order in which gradients come: no "
+            "two runs are the same"
+        )
     if config.batch_norm == "global":
         yield f"batch normalisation over the whole batch of {config.global_batch_size}: one pass of each worker's examples"
     threads = f"{config.intra_op_threads} intra-op {'thread' if config.intra_op_threads == 1 else 'threads'}"
-    an_epoch = f"{steps_per_epoch} steps (round({train.examples:,} / {config.global_batch_size}))"
+    an_epoch = f"{steps_per_epoch} steps (round({train.examples:,} / {of_update(config).global_batch_size}))"
     yield (f"{epochs} epoch{'s' * (epochs > 1)} of {an_epoch}; {threads} a worker (part of the run: the bits follow it)")
     if config.global_batch_size > train.examples:
         yield (

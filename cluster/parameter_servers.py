@@ -51,9 +51,14 @@ def serve(me: Member, late: bool) -> int:
     return wishes.RESUMABLE
 
 
+def workers_of(me: Member | None) -> int:
+    """How many workers compute for a coordinator; 0 without parameter servers."""
+    return me.workers - me.ps - 1 if me and me.ps else 0
+
+
 def role(me: Member) -> str:
     """What this process does, in a line."""
-    workers = me.workers - me.ps - 1
+    workers = workers_of(me)
     if me.is_chief:
         return f"coordinator at {me.addresses[0]}: variables on {me.ps} ps, passes on {workers} worker{'s' * (workers > 1)}"
     does = "computes what the coordinator asks for" if me.is_worker(me.number) else "holds variables, and updates them"

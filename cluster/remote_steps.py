@@ -107,7 +107,7 @@ class RemoteSteps:
 
     def __init__(self, trainer, strategy):
         self._trainer, self._workers = trainer, Workers(strategy)
-        self._streams, self._made = {}, {}
+        self._streams, self._units, self._made = {}, {}, {}
         self._arrived, self._outstanding, self._next = queue.SimpleQueue(), 0, 0
         self._asked, self._place, self._to_ask = collections.deque(), -1, 0
 
@@ -116,7 +116,9 @@ class RemoteSteps:
         if not hasattr(streams, "batch_at"):
             raise ValueError("With parameter servers, data has to tell a batch by its place: streams with `batch_at(step, k)`.")
         self._streams[training] = streams
-        self._made = {key: made for key, made in self._made.items() if key[0] != training}
+        for made in (self._units, self._made):
+            for key in [key for key in made if key[0] is training]:
+                del made[key]
         return Numbers(streams)
 
     # ---- training ----------------------------------------------------------------------------------------------------
@@ -188,18 +190,22 @@ class RemoteSteps:
         return vectors, int(self._trainer.optimizer.iterations.numpy()) - int(version)
 
     def _training(self, observed):
-        """(what a worker computes: (step, k) -> vectors; what the coordinator does with their sum), traced once."""
+        """(what a worker computes: (step, k) -> vectors; what the coordinator does with their sum), traced once.
+
+        What is asked for ahead of an asynchronous update may be recorded when it arrives, so then all tell what is observed.
+        """
         trainer, step = self._trainer, self._trainer._step
-        if (True, observed) not in self._made:
+        tells = observed or (trainer.asynchronous and trainer._recorder is not None)
+        if (True, tells, observed) not in self._made:
             streams, ids = self._streams[True], trainer._ids
-            one_pass, call, specs = step.training_part(ids, observed)
+            one_pass, _, specs = step.training_part(ids, tells)
             packed = Packed(specs)
 
             def unit(t, k):
                 examples = streams.batch_at(t, k, with_ids=True) if ids else streams.batch_at(t, k)
                 version = tf.identity(trainer.optimizer.iterations.value)
                 with tf.control_dependencies([version]):
-                    _, call, _ = step.training_part(ids, observed)
+                    _, call, _ = step.training_part(ids, tells)
                     run = step.runner(one_pass, t)
                 results = call(lambda element: run(element, k), examples, tf.cast(k, tf.int32))
                 if not self._trainer.asynchronous:
@@ -211,8 +217,9 @@ class RemoteSteps:
                 extra = {"staleness": stale} if self._trainer.asynchronous else {}
                 return trainer.get_metrics_result(), trainer._record(told, tf.constant(0.0), extra), told
 
-            self._made[True, observed] = _traced(unit, 2), _here(update)
-        return self._made[True, observed]
+            asked = self._units.setdefault((True, tells), _traced(unit, 2))
+            self._made[True, tells, observed] = asked, _here(update)
+        return self._made[True, tells, observed]
 
     def _changes(self, one_pass, results):
         """A pass's results with the changes of the moving statistics in their place: what can be added to other ones."""
@@ -241,7 +248,7 @@ class RemoteSteps:
         return self._trainer.get_metrics_result(), [], (tf.constant(1), self._wish(), tf.constant(-1))
 
     def _evaluation(self):
-        if (False, False) not in self._made:
+        if (False,) not in self._made:
             step, streams = self._trainer._step, self._streams[False]
             one_pass, call, specs = step.evaluation_part()
             packed = Packed(specs)
@@ -250,8 +257,8 @@ class RemoteSteps:
                 run = step.runner(one_pass, t)
                 return packed.pack(call(lambda element: run(element, k), streams.batch_at(place, k), k))
 
-            self._made[False, False] = _traced(unit, 3), _here(lambda vectors: step.add_evaluated(packed.unpack(vectors)))
-        return self._made[False, False]
+            self._made[False,] = _traced(unit, 3), _here(lambda vectors: step.add_evaluated(packed.unpack(vectors)))
+        return self._made[False,]
 
 
 class _Leaves:
