@@ -173,6 +173,7 @@ def _benchmark(arguments):
 
 def _doctor(arguments):
     settings, options = command_line.parse(arguments)
+    _refuse_ps(options, "doctor")
     part = lambda strategy: doctor.through_tensorflow(settings, strategy)  # noqa: E731
     return _on_workers("doctor", settings, options, lambda: part, reads=False)
 
@@ -185,6 +186,7 @@ def _compare(arguments):
 
 def _verify(arguments):
     settings, options = command_line.parse(arguments, own=verify_flags.VerifyFlags)
+    _refuse_ps(options, "verify")
     settings, flags = verify_flags.settled_verify(settings, options.own, options, _member(options))
     from app import verify
 
@@ -193,10 +195,16 @@ def _verify(arguments):
 
 def _repeat(arguments):
     settings, options = command_line.parse(arguments, own=verify_flags.RepeatFlags)
+    _refuse_ps(options, "repeat")
     flags = verify_flags.settled_repeat(settings, options.own, options, _member(options))
     from app import repeat
 
     return repeat.run(settings, flags, options)
+
+
+def _refuse_ps(options, command):
+    if options.ps:
+        raise UsageError(f"--ps={options.ps} is for train and evaluate; {command} starts clusters without parameter servers")
 
 
 def _rounding(arguments):
@@ -290,6 +298,11 @@ def _on_workers(command, settings, options, part, reads=True):
     replicas = workers or (member.workers if member else 1)
     if options.ps or (member and member.ps):
         replicas = 1  # any worker computes any logical replica
+        if settings.batch_norm == "global":
+            raise UsageError(
+                "--batch_norm=global adds over the workers within the passes, and with parameter servers none meets another: "
+                "use --batch_norm=replica, or workers without ps"
+            )
     elif settings.asynchronous and command in ("train", "benchmark"):
         raise UsageError("--asynchronous needs parameter servers: --workers=2 --ps=1 on this machine, or `ps` in TF_CONFIG")
     what = "--workers={}" if workers else "a cluster of {} workers"

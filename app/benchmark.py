@@ -28,8 +28,8 @@ import tensorflow as tf
 from app import benchmark_data, benchmark_report, config, run_dir, startup
 from app.callbacks import Profile
 from app.terminal import Terminal
-from app.train import assemble, surroundings
-from cluster import allreduce, spec, step_parts
+from app.train import assemble, of_update, surroundings
+from cluster import allreduce, parameter_servers, spec, step_parts
 from cluster.agreement import gather
 
 _ROUNDS = 10  # in which the parts of a step are timed
@@ -75,10 +75,12 @@ def _steps(settings, flags, strategy, me, terminal):
         f"{settings.model} on {settings.dataset if flags.data == 'real' else 'synthetic data'}: "
         f"{'evaluation' if flags.forward_only else 'training'}, {settings.dtype}{', XLA' if settings.jit_compile else ''}"
     )
-    for line in _plan(settings, data, strategy.num_replicas_in_sync, title, warmup * each, measured * each):
+    if serving := parameter_servers.workers_of(me):
+        terminal.say(parameter_servers.role(me))
+    for line in _plan(settings, data, strategy.num_replicas_in_sync, serving, title, warmup * each, measured * each):
         terminal.say(line)
 
-    clock = _Clock(terminal.say, warmup, flags.display_every, settings.global_batch_size)
+    clock = _Clock(terminal.say, warmup, flags.display_every, of_update(settings).global_batch_size)
     with damaged:
         if flags.forward_only:
             model.evaluate(streams, steps=warmup + measured, callbacks=[clock], verbose=0)
@@ -90,7 +92,8 @@ def _steps(settings, flags, strategy, me, terminal):
             model.fit(streams, steps_per_epoch=(warmup + measured) * each, epochs=1, callbacks=[clock, *profile], verbose=0)
         worker = {"startup_s": startup.parts(), **_memory()}
         rounds = min(_ROUNDS, flags.benchmark_steps)
-        parts = step_parts.measure(model, streams, not flags.forward_only, rounds) if flags.breakdown else {}
+        alone = flags.breakdown and not parameter_servers.workers_of(me)
+        parts = step_parts.measure(model, streams, not flags.forward_only, rounds) if alone else {}
     worker |= {"breakdown_s": benchmark_report.breakdown(clock.rows, parts), "parts_s": parts}
     workers = gather(me, worker)
     if workers is None:
@@ -101,6 +104,9 @@ def _steps(settings, flags, strategy, me, terminal):
     terminal.result(benchmark_report.total_line(mean))
     for line in benchmark_report.breakdown_lines([each["breakdown_s"] for each in workers]):
         terminal.say(line)
+    served = model.coordinator_spent and np.median(model.coordinator_spent[-len(clock.rows) * each :], axis=0).tolist()
+    if served:
+        terminal.say(benchmark_report.coordinator_line(*served))
     terminal.say(benchmark_report.memory_line(workers))
     terminal.say(benchmark_report.startup_line(workers[0]["startup_s"]))
     return {
@@ -114,16 +120,22 @@ def _steps(settings, flags, strategy, me, terminal):
         "parameters": plain.count_params(),
         "steps": clock.rows,
         "workers": workers,
+        **({"coordinator": dict(zip(("waiting_s", "update_s", "bytes"), served, strict=True))} if served else {}),
     }
 
 
-def _plan(settings, data, replicas, title, warmup, measured):
+def _plan(settings, data, replicas, serving, title, warmup, measured):
     shape = "x".join(map(str, data.image_shape))
     yield f"{title}; images {shape}, {len(data.manifest.classes):,} classes"
     workers = f"{replicas} {'worker' if replicas == 1 else 'workers'}"
     yield (
         f"global batch {settings.global_batch_size} = {settings.logical_replicas} logical replicas x "
-        f"{settings.replica_batch_size}; {settings.logical_replicas // replicas} on each of {workers}"
+        f"{settings.replica_batch_size}; "
+        + (
+            f"each by whichever of {serving} workers is free"
+            if serving
+            else f"{settings.logical_replicas // replicas} on each of {workers}"
+        )
     )
     threads = f"{settings.intra_op_threads} intra-op {'thread' if settings.intra_op_threads == 1 else 'threads'}"
     yield f"{threads} a worker; {warmup} steps to warm up, {measured} measured"

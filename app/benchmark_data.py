@@ -7,7 +7,7 @@ import types
 import numpy as np
 import tensorflow as tf
 
-from app import config, faults, sources
+from app import config, faults, sources, train
 from app.train import open_data
 from cluster.agreement import agree
 
@@ -39,9 +39,9 @@ def load(settings, flags, strategy, me, say):
         raise config.UsageError(problem)
     agree_without(settings, flags, me)
     shape, classes = _shape(settings)
-    streams = InMemory(
-        shape, classes, settings.global_batch_size, settings.seed, settings.label_smoothing > 0, flags.forward_only
-    )
+    of_update = train.of_update(settings)
+    one_hot, replicas = settings.label_smoothing > 0, of_update.logical_replicas
+    streams = InMemory(shape, classes, of_update.global_batch_size, settings.seed, one_hot, flags.forward_only, replicas)
     manifest = types.SimpleNamespace(classes=range(classes), train=types.SimpleNamespace(examples=_EXAMPLES))
     data = types.SimpleNamespace(image_shape=shape, manifest=manifest, training=streams)
     return data, streams, contextlib.nullcontext()
@@ -81,15 +81,25 @@ class InMemory:
       seed: of the batch.
       one_hot: give labels as float32 [classes].
       evaluation: give ((image, label), valid) instead of (image, label).
+      logical_replicas: K, of batches that are asked for by their place.
     """
 
-    def __init__(self, shape, classes, global_batch_size, seed=0, one_hot=False, evaluation=False):
+    def __init__(self, shape, classes, global_batch_size, seed=0, one_hot=False, evaluation=False, logical_replicas=1):
+        self._batch, self.logical_replicas = global_batch_size, logical_replicas
         self._shape, self._classes, self._seed = shape, classes, seed
         self._one_hot, self._evaluation = one_hot, evaluation
         self.steps = max(1, round(_EXAMPLES / global_batch_size))
         label = tf.TensorSpec([classes], tf.float32) if one_hot else tf.TensorSpec([], tf.int32)
         element = (tf.TensorSpec(shape, tf.float32), label)
         self.element_spec = (element, tf.TensorSpec([], tf.bool)) if evaluation else element
+
+    def batch_at(self, step, k):
+        """For parameter servers: a batch of logical replica k that is made anew, since a worker keeps none."""
+        size, key = self._batch // self.logical_replicas, tf.stack([tf.constant(self._seed, tf.int64), k])
+        images = tf.random.stateless_normal([size, *self._shape], key)
+        labels = tf.random.stateless_uniform([size], key, 0, self._classes, tf.int32)
+        element = images, tf.one_hot(labels, self._classes) if self._one_hot else labels
+        return (element, tf.ones([size], tf.bool)) if self._evaluation else element
 
     def examples(self, first, last, replica_batch_size):
         """As `cluster.datasets.Streams` has it, but for `batch`, which cuts whole batches and copies nothing from then on."""

@@ -82,6 +82,14 @@ def startup_line(parts: dict[str, float]) -> str:
     return f"first step {sum(parts.values()):.1f} s after the start: " + ", ".join(f"{k} {v:.1f}" for k, v in parts.items())
 
 
+def coordinator_line(waiting_s: float, update_s: float, came: float) -> str:
+    """With parameter servers: medians over the steps of what the coordinator did in one."""
+    return (
+        f"coordinator, of a step: {waiting_s * 1000:.1f} ms waiting for results, {update_s * 1000:.1f} ms update on the ps; "
+        f"{came / 1e6:.2f} MB came to it"
+    )
+
+
 def memory_line(workers: list[dict]) -> str:
     """The most that a worker has held, of memory and of its GPUs' memory."""
     text = f"memory of a worker at most: {max(w['resident_peak_bytes'] for w in workers) / 1e6:,.0f} MB resident"

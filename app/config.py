@@ -108,8 +108,8 @@ class Config:
     asynchronous: bool = _field(
         False,
         "Execution",
-        "with parameter servers: an update for each logical replica's batch when its gradient comes, round(n / b) an epoch; the "
-        "result follows the order of arrival",
+        "with parameter servers: an update for each logical replica's batch when its gradient comes, round(n / b) an epoch; "
+        "the result follows the order of arrival",
     )
     steps_per_execution: int = _field(1, "Execution", "steps in one call; callbacks see every so many", least=1, result=False)
     communication: str = _field("auto", "Execution", "hint for collectives; changes no bit", COMMUNICATIONS, result=False)

@@ -101,7 +101,7 @@ class TrainingStreams:
         size, read = self._replica_batch_size, Records(self._manifest, self._manifest.train)
         numbers, epochs = Order(read, self._shards, self._seed, self._buffer).at(step * size, size, k)
         found = tf.data.Dataset.zip(tf.data.Dataset.from_tensor_slices(epochs), read.read(numbers))
-        loaded = found.map(lambda epoch, record: self._load(with_ids)(epoch, *record), tf.data.AUTOTUNE, deterministic=True)
+        loaded = found.map(lambda epoch, record: self._load(with_ids)(epoch, *record), **_decoding(self._manifest))
         return loaded.batch(size, drop_remainder=True).get_single_element()
 
     def _load(self, with_ids):
@@ -203,7 +203,7 @@ class EvaluationStreams:
         place = step % self.steps * size
         real = read.read(table[k][place : place + size]).map(lambda shard, record, serialized: (serialized, True))
         padding = tf.data.Dataset.from_tensors((tf.constant(""), tf.constant(False))).repeat()
-        loaded = real.concatenate(padding).take(size).map(self._load(), tf.data.AUTOTUNE, deterministic=True)
+        loaded = real.concatenate(padding).take(size).map(self._load(), **_decoding(self._manifest))
         return loaded.batch(size, drop_remainder=True).get_single_element()
 
     def _load(self):
@@ -217,6 +217,12 @@ class EvaluationStreams:
             return tf.cond(valid, real, lambda: nothing), valid
 
         return load
+
+
+def _decoding(manifest):
+    """How the examples of a batch are loaded: in parallel if that is worth the start of threads."""
+    parallel = manifest.image_dtype == "encoded"
+    return {"num_parallel_calls": tf.data.AUTOTUNE, "deterministic": True} if parallel else {}
 
 
 def _numbers(read, pieces):

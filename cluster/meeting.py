@@ -103,6 +103,8 @@ class Meeting:
         """A caller has left."""
 
     def who(self, number) -> str:
+        if self.me.ps:
+            return f"{self.me.called(number)} ({self.me.addresses[number]})"
         return name(number, self.me.addresses)
 
     def start(self, work) -> None:

@@ -93,10 +93,10 @@ def check(
     said = {
         "facts": card.facts,
         "about": {"host": socket.gethostname(), "process": os.getpid(), **card.about},
-        "problems": [f"{greeting.name(me.number, me.addresses)}: {problem}" for problem in card.problems],
+        "problems": [f"{_name(me)}: {problem}" for problem in card.problems],
         "warnings": [*card.warnings, *([proxy] if proxy else [])],
     }
-    found = rendezvous.meet(me, timeout_s, word, said, stage, lambda found: _judge(found, me.workers, identical))
+    found = rendezvous.meet(me, timeout_s, word, said, stage, lambda found: _judge(found, me, identical))
     if me.is_chief:
         if show:
             show(found)
@@ -172,26 +172,31 @@ def bypass_proxies(me: Member, environ=None) -> str | None:
     return f"{proxy} is set, to {place}: not used between the workers (no_grpc_proxy names their addresses now)"
 
 
-def _judge(found: Found, workers: int, identical: bool) -> tuple[list[str], list[str]]:
+def _name(me):
+    return f"{me.called(me.number)} ({me.addresses[me.number]})" if me.ps else greeting.name(me.number, me.addresses)
+
+
+def _judge(found: Found, me: Member, identical: bool) -> tuple[list[str], list[str]]:
     """(problems, warnings) that the cards of all, and their clocks, show together."""
     problems, warnings, chief = [], [], found.cards[0]
+    called = me.called if me.ps else "worker number {}".format
     for number in sorted(set(found.cards) - {0}):
         for group, line in differences(found.cards[number].get("facts", {}), chief["facts"]):
             bits = group in _OF_BITS
-            text = f"worker number {number} has {line}; {_ADVICE.get(group, 'it has to be the same everywhere')}"
+            text = f"{called(number)} has {line}; {_ADVICE.get(group, 'it has to be the same everywhere')}"
             text += ", or give up the same bits: --noidentical" if bits and identical else ""
             (warnings if bits and not identical else problems).append(text)
     for number, (trip, ahead) in sorted(found.trips.items()):
         if abs(ahead) - trip > _SKEW_S:
             off = f"{abs(ahead):,.1f} s {'ahead of' if ahead > 0 else 'behind'} the chief's"
-            warnings.append(f"the clock of worker number {number} is {off}: times in logs will not fit together")
+            warnings.append(f"the clock of {called(number)} is {off}: times in logs will not fit together")
     warners: dict[str, list[int]] = {}
     for number, card in sorted(found.cards.items()):
         for warning in card.get("warnings", ()):
             warners.setdefault(warning, []).append(number)
     for warning, numbers in warners.items():
         who = f"worker number{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers[:8]))}{' ...' * (len(numbers) > 8)}: "
-        warnings.append(f"{who if len(numbers) < workers else ''}{warning}")
+        warnings.append(f"{who if len(numbers) < me.workers else ''}{warning}")
     return problems, warnings
 
 

@@ -13,6 +13,7 @@ import collections
 import itertools
 import queue
 import threading
+import time
 
 import tensorflow as tf
 from tensorflow.python.distribute import input_lib
@@ -96,6 +97,22 @@ class Packed:
         return found
 
 
+def read(variables) -> list[tf.Tensor]:
+    """The values of Keras variables on ps, read by a worker in one message of each ps and type, not one a variable."""
+    groups = collections.defaultdict(list)
+    for i, variable in enumerate(variables):
+        groups[variable.value.device, variable.dtype].append(i)
+    found = [None] * len(variables)
+    for (device, _), group in groups.items():
+        shapes = [variables[i].shape for i in group]
+        with tf.device(device):
+            vector = tf.concat([tf.reshape(tf.convert_to_tensor(variables[i].value), [-1]) for i in group], 0)
+        pieces = tf.split(vector, [tf.TensorShape(shape).num_elements() for shape in shapes])
+        for i, piece, shape in zip(group, pieces, shapes, strict=True):
+            found[i] = tf.reshape(piece, shape)
+    return found
+
+
 class RemoteSteps:
     """The functions that a `Trainer` calls for steps and evaluations, in the place of those that run on all workers.
 
@@ -106,6 +123,7 @@ class RemoteSteps:
     """
 
     def __init__(self, trainer, strategy):
+        self.spent = []  # of each training step: seconds of waiting for results, seconds of the update, bytes that have come
         self._trainer, self._workers = trainer, Workers(strategy)
         self._streams, self._units, self._made = {}, {}, {}
         self._arrived, self._outstanding, self._next = queue.SimpleQueue(), 0, 0
@@ -138,15 +156,18 @@ class RemoteSteps:
         first, last = self._trainer.step, self._trainer.step + self._trainer.steps_to_come
         rows, wish = [], tf.zeros([2])
         for made in range(1, steps + 1):
-            step, stale = first + made - 1, 0
+            step, stale, began, came = first + made - 1, 0, time.perf_counter(), self._workers.bytes
             if self._trainer.asynchronous:
                 vectors, stale = self._next_update(unit, step, last)
             else:
                 vectors = self._sum(unit, step)
+            waited = time.perf_counter() - began
             logs, values, told = update(vectors, self._wish(), tf.constant(stale, tf.int64))
             rows.append(values)
             wish = tf.maximum(wish, told.wish)
-            if wish[wishes.STOP] > 0 or told.bad >= 0:
+            ends = bool(wish[wishes.STOP] > 0 or told.bad >= 0)  # known when the update is done
+            self.spent.append((waited, time.perf_counter() - began - waited, self._workers.bytes - came))
+            if ends:
                 break
         records = [tf.stack(column) for column in zip(*rows, strict=True)]
         return logs, records, (tf.constant(made), wish, told.bad), told
@@ -206,11 +227,12 @@ class RemoteSteps:
                 version = tf.identity(trainer.optimizer.iterations.value)
                 with tf.control_dependencies([version]):
                     _, call, _ = step.training_part(ids, tells)
-                    run = step.runner(one_pass, t)
+                    weights, state = _values(one_pass)
+                    run = step.runner(one_pass, t, weights, state)
                 results = call(lambda element: run(element, k), examples, tf.cast(k, tf.int32))
                 if not self._trainer.asynchronous:
                     return packed.pack(results)
-                return [*packed.pack(self._changes(one_pass, results)), version]
+                return [*packed.pack(_changes(one_pass, state, results)), version]
 
             def update(vectors, wish, stale):
                 told = step.update(packed.unpack(vectors), wish, observed)
@@ -220,13 +242,6 @@ class RemoteSteps:
             asked = self._units.setdefault((True, tells), _traced(unit, 2))
             self._made[True, tells, observed] = asked, _here(update)
         return self._made[True, tells, observed]
-
-    def _changes(self, one_pass, results):
-        """A pass's results with the changes of the moving statistics in their place: what can be added to other ones."""
-        gradients, statistics, sums = one_pass.split(results[: len(one_pass.output_specs)])
-        before = [tf.convert_to_tensor(one_pass.state[position].value) for position in one_pass.moving]
-        changes = [after - value for after, value in zip(statistics, before, strict=True)]
-        return [*gradients, *changes, *sums, *results[len(one_pass.output_specs) :]]
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
@@ -254,7 +269,7 @@ class RemoteSteps:
             packed = Packed(specs)
 
             def unit(t, place, k):
-                run = step.runner(one_pass, t)
+                run = step.runner(one_pass, t, *_values(one_pass))
                 return packed.pack(call(lambda element: run(element, k), streams.batch_at(place, k), k))
 
             self._made[False,] = _traced(unit, 3), _here(lambda vectors: step.add_evaluated(packed.unpack(vectors)))
@@ -274,9 +289,22 @@ class _Leaves:
         return self._leaf()
 
 
+def _values(one_pass):
+    """What weights and state are, on a worker."""
+    values = read(one_pass.weights + one_pass.state)
+    return values[: len(one_pass.weights)], values[len(one_pass.weights) :]
+
+
+def _changes(one_pass, state, results):
+    """A pass's results with the changes of the moving statistics in their place: what can be added to other ones."""
+    gradients, statistics, sums = one_pass.split(results[: len(one_pass.output_specs)])
+    changes = [after - state[position] for position, after in zip(one_pass.moving, statistics, strict=True)]
+    return [*gradients, *changes, *sums, *results[len(one_pass.output_specs) :]]
+
+
 def _traced(unit, numbers):
     """A function of so many integers, for workers to run."""
-    return tf.function(unit, [tf.TensorSpec([], tf.int64)] * numbers, autograph=False)
+    return tf.function(unit, autograph=False).get_concrete_function(*[tf.TensorSpec([], tf.int64)] * numbers)
 
 
 def _here(function):

@@ -99,7 +99,10 @@ def run(
             if me.ps and me.is_chief:
                 place = lifeline.listener(me)
             with quiet.hushed(not verbose):
-                card = (card or preflight.Card()).add(_facts(identical, intra_op_threads, seed, communication))
+                facts = _facts(identical, intra_op_threads, seed, communication)
+                if me.ps:  # only workers compute on GPUs
+                    facts["devices"] = facts["machine"] = {}
+                card = (card or preflight.Card()).add(facts)
             word = json.dumps([instead, lifeline.port_of(place) if place else None])
             instead, port = json.loads(preflight.check(me, card, start_timeout_s, word, identical))
             place = place or port

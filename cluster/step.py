@@ -201,10 +201,8 @@ class Step:
         """An evaluation step's second half."""
         self._add(self.sums[False], sums)
 
-    def runner(self, one_pass, step, replica=None):
-        """The function (element, k) -> results of leaf k's pass in this step, from the variables as they are now."""
-        weights = [tf.convert_to_tensor(v.value) for v in one_pass.weights]
-        state = [tf.convert_to_tensor(v.value) for v in one_pass.state]
+    def runner(self, one_pass, step, weights, state, replica=None):
+        """The function (element, k) -> results of leaf k's pass in this step, from these values of weights and state."""
         loss_scale = self.loss_scale()
 
         def run(element, k):
@@ -222,7 +220,8 @@ class Step:
         reduction, replica = self._trainer.reduction, replica_id()
         first, last = reduction.passes(replica)
         blocks = tf.nest.map_structure(lambda t: tf.reshape(t, [last - first, -1, *t.shape[1:]]), data)
-        run = self.runner(one_pass, step, replica)
+        weights, state = observe.values(one_pass.weights), observe.values(one_pass.state)
+        run = self.runner(one_pass, step, weights, state, replica)
 
         def of_leaf(k):
             examples = tf.nest.map_structure(lambda t: t[k - first], blocks)

@@ -105,6 +105,11 @@ class Trainer(keras.Model):
         return int(self._step.count.numpy())
 
     @property
+    def coordinator_spent(self) -> list[tuple[float, float, int]] | None:
+        """With parameter servers, of each step: seconds of waiting for results and of the update, bytes that came; or None."""
+        return self._remote and self._remote.spent
+
+    @property
     def steps_to_come(self) -> int:
         """How many steps the epoch, or the run if that is less, had to come at the last execution's end."""
         return min(self._steps_per_epoch - self._steps_done, self._steps_left)

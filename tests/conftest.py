@@ -34,7 +34,19 @@ def pytest_configure(config):
 # Files of tests that start processes and wait for them with a deadline: `python -m tests` runs them one after the other.
 PROCESSES = (
     *("benchmark", "clusters_doc", "config", "digits", "doctor", "drift", "evaluator", "faults", "identity", "launcher"),
-    *("monitoring", "preflight", "reliability", "rendezvous", "restarts", "run_dir", "sets", "study", "terminal", "verify"),
+    *(
+        "monitoring",
+        "parameter_servers",
+        "preflight",
+        "reliability",
+        "rendezvous",
+        "restarts",
+        "run_dir",
+        "sets",
+        "study",
+        "terminal",
+        "verify",
+    ),
 )
 
 
