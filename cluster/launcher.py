@@ -142,7 +142,7 @@ def _wait(processes, wanted, spare) -> tuple[int, int]:
                     _say(f"{spare.called(number)} {_ended(status)}; ending the others")
                 return 128 - status if status < 0 else status, 0
         if None not in statuses:
-            return max(statuses), 0
+            return statuses[0] if spare.is_needed else max(statuses), 0
         if any(status is not None for number, status in enumerate(statuses) if number not in spare.gone) and deadline is None:
             deadline = time.monotonic() + _GRACE_S
         if deadline and time.monotonic() > deadline:
@@ -160,12 +160,14 @@ class _Spare:
     """The workers of a coordinator, which goes on without one that dies; it is started again, so often as is wanted.
 
     Attributes:
+      is_needed: whether there is a coordinator, whose status is then the cluster's.
       gone: the numbers of those that have died and are not started again.
       called: what a process of this number is called.
     """
 
     def __init__(self, numbers, start, replacements, called):
         self._start, self._left, self.gone, self.called = start, dict.fromkeys(numbers, replacements), set(), called
+        self.is_needed = bool(self._left)
 
     def look(self, processes, wanted):
         """Replaces those that have died."""

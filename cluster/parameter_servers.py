@@ -5,6 +5,7 @@ until the coordinator tells it how to end. `remote_steps.py` has the steps.
 """
 
 import contextlib
+import logging
 import threading
 
 import tensorflow as tf
@@ -17,8 +18,10 @@ _servers = []  # a Server ends with its object
 _here = False
 
 
-def start(me: Member, identical: bool, intra_op_threads: int):
+def start(me: Member, identical: bool, intra_op_threads: int, verbose: bool):
     """This process's part: the strategy on the coordinator; None elsewhere, where the server has been started."""
+    if not verbose:  # it tells a worker's death in six lines for each unit that has to be computed again
+        tf.get_logger().setLevel(logging.CRITICAL)
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     if me.is_chief:
         strategy = tf.distribute.ParameterServerStrategy(resolver)

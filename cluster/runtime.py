@@ -113,7 +113,7 @@ def run(
         with start_deadline.watched(me, start_timeout_s), quiet.hushed(not verbose):
             configure(identical, intra_op_threads, seed)
             if me and me.ps:
-                strategy = parameter_servers.start(me, identical, intra_op_threads)
+                strategy = parameter_servers.start(me, identical, intra_op_threads, verbose)
             else:
                 strategy = make_strategy(communication)
         signals.started()
