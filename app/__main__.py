@@ -173,7 +173,7 @@ def _benchmark(arguments):
 
 def _doctor(arguments):
     settings, options = command_line.parse(arguments)
-    _refuse_ps(options, "doctor")
+    _refuse_ps(settings, options, "doctor")
     part = lambda strategy: doctor.through_tensorflow(settings, strategy)  # noqa: E731
     return _on_workers("doctor", settings, options, lambda: part, reads=False)
 
@@ -186,7 +186,7 @@ def _compare(arguments):
 
 def _verify(arguments):
     settings, options = command_line.parse(arguments, own=verify_flags.VerifyFlags)
-    _refuse_ps(options, "verify")
+    _refuse_ps(settings, options, "verify")
     settings, flags = verify_flags.settled_verify(settings, options.own, options, _member(options))
     from app import verify
 
@@ -195,16 +195,16 @@ def _verify(arguments):
 
 def _repeat(arguments):
     settings, options = command_line.parse(arguments, own=verify_flags.RepeatFlags)
-    _refuse_ps(options, "repeat")
+    _refuse_ps(settings, options, "repeat")
     flags = verify_flags.settled_repeat(settings, options.own, options, _member(options))
     from app import repeat
 
     return repeat.run(settings, flags, options)
 
 
-def _refuse_ps(options, command):
-    if options.ps:
-        raise UsageError(f"--ps={options.ps} is for train and evaluate; {command} starts clusters without parameter servers")
+def _refuse_ps(settings, options, command):
+    for name in [name for name, given in (("ps", options.ps), ("asynchronous", settings.asynchronous)) if given]:
+        raise UsageError(f"--{name} is for train and its like: {command} knows no parameter servers; leave it out")
 
 
 def _rounding(arguments):

@@ -127,6 +127,11 @@ def compare(run_a: Run, run_b: Run, replay=None) -> Finding:
         causes = (Cause(11, "; ".join(other_config)),) if other_config else ()
         return Finding(0 if causes else None, "configuration" if causes else None, None, causes, (), same)
     stage = _stage(difference, *lines)
+    if by := [name for name, run in (("A", run_a), ("B", run_b)) if (run.config or {}).get("asynchronous")]:
+        evidence = f"run {' and run '.join(by)} applied gradients in the order in which they came (--asynchronous)"
+        notes = [f"the configurations differ: {'; '.join(other_config)}"] if other_config else []
+        notes.append("no two such runs are the same: leave --asynchronous out, or look at the spread over several")
+        return Finding(step, "configuration" if other_config else stage, difference, (Cause(14, evidence),), tuple(notes), same)
     causes = list(_causes(run_a, run_b, step, stage, lines, replay, notes))
     if other_config:
         notes = [f"the configurations differ: {'; '.join(other_config)}", f"the numbers part in the stage: {stage}", *notes]
@@ -309,10 +314,6 @@ def _apart(a, b, slack=None):
 
 def _setting(run_a, run_b):
     """What would remove a difference by rounding."""
-    if any((run.config or {}).get("asynchronous") for run in (run_a, run_b)):
-        return (
-            "--asynchronous applies gradients in the order in which they come, so that no two runs are the same; leave it out"
-        )
     if "global" in (run.lines[0].get("batch_norm") for run in (run_a, run_b)):
         return "--batch_norm=global adds in an order that follows the number of workers"
     if not all(run.lines[0].get("identical", True) for run in (run_a, run_b)):

@@ -1,5 +1,6 @@
 """Evaluation of a saved model: every held-out example once, on any number of workers, with the same numbers to the last bit."""
 
+import dataclasses
 import hashlib
 import os
 
@@ -60,7 +61,7 @@ def evaluate(config: Config, strategy, keras_file: str, confusion: str = "", pre
         raise UsageError(f"{config.dataset} has no held-out examples to evaluate")
     with strategy.scope():
         plain = _open(keras_file, data)
-        model = trainer(config, plain)
+        model = trainer(dataclasses.replace(config, asynchronous=False), plain)
         matrix = ConfusionCounts(len(classes))
         compile_trainer(model, "sgd", config, len(classes), [matrix])
     with faults.named(data, me):

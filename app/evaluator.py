@@ -4,6 +4,7 @@ It reads the run directory and trains nothing. What it finds goes to evaluator/ 
 TensorBoard's events. It ends when the training has ended and the last checkpoint is evaluated.
 """
 
+import dataclasses
 import json
 import os
 import time
@@ -35,7 +36,8 @@ def follow(config: Config, strategy) -> int:
     data = open_data(config, strategy, None, terminal.say)
     if data.evaluation is None:
         raise UsageError(f"{config.dataset} has no held-out examples to evaluate")
-    _, model = assemble(config, data, strategy, config.steps or config.epochs * data.training.steps)
+    sole = dataclasses.replace(config, asynchronous=False)  # an evaluation is the same
+    _, model = assemble(sole, data, strategy, config.steps or config.epochs * data.training.steps)
     own = os.path.join(config.run_dir, "evaluator")
     run_dir.make(own)
     lines = os.path.join(own, "metrics.jsonl")

@@ -22,6 +22,7 @@ CAUSES = {
     11: "other initial weights, or another configuration",
     12: "the evaluation counts examples twice, leaves some out, or weights them wrongly",
     13: "rounding alone",
+    14: "asynchronous updates",
 }
 
 

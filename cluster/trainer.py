@@ -88,6 +88,10 @@ class Trainer(keras.Model):
                 raise ValueError("batch_norm='global' adds over workers within the passes; with parameter servers none can.")
             self._remote = RemoteSteps(self, strategy)
             strategy = tf.distribute.OneDeviceStrategy("CPU:0")  # the coordinator alone adds
+        elif asynchronous:
+            raise ValueError("asynchronous=True needs tf.distribute.ParameterServerStrategy.")
+        if asynchronous and self.logical_replicas > 1:
+            raise ValueError(f"asynchronous=True makes an update of one logical replica; got {self.logical_replicas} of them.")
         together = batch_norm == "global"
         self.reduction = Reduction(strategy, self.logical_replicas, identical, communication, together=together)
         self._training_metrics = True
