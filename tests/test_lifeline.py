@@ -15,7 +15,7 @@ SOON_S = 4
 class Cluster:
     """Lifelines of W workers; `ends` collects (worker, status) as they end."""
 
-    def __init__(self, monkeypatch, workers, timeout_s=60):
+    def __init__(self, monkeypatch, workers, timeout_s=60, ps=0):
         monkeypatch.setattr(lifeline, "_doing", None)
         ports, self.ends = queue.Queue(), queue.Queue()
 
@@ -26,7 +26,7 @@ class Cluster:
             return ports.get(timeout=5)
 
         monkeypatch.setattr(lifeline.agreement, "from_chief", from_chief)
-        members = [spec.parse(text) for text in spec.local_cluster(free_addresses(workers))]
+        members = [spec.parse(text) for text in spec.local_cluster(free_addresses(workers), ps)]
         self.addresses = members[0].addresses
         self.lines = [lifeline.Lifeline(me, timeout_s, self._end_of(me.number)) for me in members]
         starts = [threading.Thread(target=line.start) for line in self.lines]
@@ -57,8 +57,8 @@ class Cluster:
 def cluster(monkeypatch):
     made = []
 
-    def make(*args):
-        made.append(Cluster(monkeypatch, *args))
+    def make(*args, **named):
+        made.append(Cluster(monkeypatch, *args, **named))
         return made[-1]
 
     yield make
@@ -98,6 +98,45 @@ def test_nobody_misses_a_worker_that_has_left(cluster):
     two.die(1)
     time.sleep(1.5)
     assert two.ends.empty()
+
+
+def test_a_coordinator_goes_on_without_a_worker_and_not_without_a_ps(cluster, capfd):
+    four = cluster(4, ps=1)
+    four.die(2)
+    time.sleep(2)
+    assert four.ends.empty()
+    assert f"worker 1 ({four.addresses[2]}) has ended without a word: the others do its work" in capfd.readouterr().err
+    four.die(3)
+    assert four.ended(2) == [(0, 75), (1, 75)]
+    assert f"error: ps 0 ({four.addresses[3]}) has ended without a word" in capfd.readouterr().err
+
+
+def test_without_any_worker_a_coordinator_gives_up_after_a_while(cluster, monkeypatch, capfd):
+    monkeypatch.setattr(lifeline, "_ALONE_S", 1.5)
+    three = cluster(3, ps=1)
+    lifeline.sign("step 5")
+    three.die(1)
+    assert three.ended(2) == [(0, 75), (2, 75)]
+    assert "all workers have ended, and none has come back" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("status", [0, 75])
+def test_servers_end_as_their_coordinator_does(cluster, status):
+    three = cluster(3, ps=1)
+    three.lines[0].leave(status)
+    assert three.ended(2) == [(1, status), (2, status)]
+
+
+def test_a_servers_wish_to_stop_is_the_coordinators(cluster, monkeypatch):
+    monkeypatch.setattr(lifeline.wishes, "mine", [0, 0])  # all are one process here: what is sent is looked at
+    three = cluster(3, ps=1)
+    coordinator = three.lines[0]
+    peer = next(iter(coordinator._peers.values()))
+    coordinator._hear(peer, {"worker": 1, "wish": 1})
+    assert lifeline.wishes.mine == [0, 0]  # nobody attends to it yet
+    with lifeline.wishes.attended():
+        coordinator._hear(peer, {"worker": 1, "wish": 1})
+        assert lifeline.wishes.mine == [1, 0]
 
 
 def test_a_worker_that_is_silent_is_named_after_the_timeout(cluster, monkeypatch, capfd):

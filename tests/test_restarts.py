@@ -4,6 +4,7 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
 from conftest import processes_left
 
 RESTARTED = """
@@ -33,6 +34,42 @@ def restarted(tmp_path, program, counts=False, workers=3, restarts=3, fewer=None
     done = subprocess.run([sys.executable, main, log, worker], capture_output=True, text=True, timeout=60)
     assert processes_left() == []
     return done.returncode, done.stdout + done.stderr, log.read_text().splitlines()
+
+
+SERVED = """
+    import sys
+    from cluster import launcher
+    sys.exit(launcher.run([sys.executable, sys.argv[2], sys.argv[1]], 2, {restarts}, ps=1))
+"""
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_coordinators_worker_that_dies_ends_nobody_and_is_started_again_by_itself(tmp_path, monkeypatch, restarts):
+    monkeypatch.setitem(globals(), "RESTARTED", SERVED)
+    program = """
+        job = tf_config["task"]["type"]
+        print(job, index, file=log, flush=True)
+        if (job, index) == ("worker", 1) and open(sys.argv[1]).read().count("worker 1") == 1:
+            os.kill(os.getpid(), 9)
+        time.sleep(2)
+        sys.exit(0 if job == "chief" else 75)
+    """
+    status, output, log = restarted(tmp_path, program, restarts=restarts)
+    assert status == 0  # the coordinator's
+    assert sorted(log) == sorted(["chief 0", "ps 0", "worker 0", *["worker 1"] * (1 + restarts)])
+    assert "worker 1 was ended by SIGKILL; " + ("starting it again" if restarts else "going on without it") in output
+
+
+def test_a_ps_that_dies_ends_the_cluster(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "RESTARTED", SERVED)
+    program = """
+        if tf_config["task"]["type"] == "ps":
+            os.kill(os.getpid(), 9)
+        time.sleep(20)
+    """
+    status, output, _ = restarted(tmp_path, program, restarts=0)
+    assert status == 137
+    assert "ps 0 was ended by SIGKILL; ending the others" in output
 
 
 def test_a_cluster_whose_worker_dies_is_started_again_as_it_was(tmp_path):
