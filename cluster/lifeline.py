@@ -83,25 +83,27 @@ class Lifeline:
     def _watch_chief(self):
         with selectors.DefaultSelector() as selector:
             selector.register(next(iter(self._peers)), selectors.EVENT_READ)
-            while not self._leaving:
-                for key, _ in selector.select(_EVERY_S):
-                    self._read(key.fileobj, selector)
-                self._send({"worker": self._me.number, "doing": _doing, "age": time.monotonic() - _since})
-                self._look_for_silence(self._timeout)
-                self._look_at_myself()
+            self._watch(selector, lambda: {"worker": self._me.number, "doing": _doing, "age": time.monotonic() - _since})
 
     def _watch_all(self):
         with selectors.DefaultSelector() as selector, self._listener:
             selector.register(self._listener, selectors.EVENT_READ)
-            while not self._leaving:
-                for key, _ in selector.select(_EVERY_S):
-                    if key.fileobj is self._listener:
-                        connection, _ = self._listener.accept()
-                        self._add(connection, None, None)
-                        selector.register(connection, selectors.EVENT_READ)
-                    else:
-                        self._read(key.fileobj, selector)
-                self._send({"remedy": remedy})
+            self._watch(selector, lambda: {"remedy": remedy})
+
+    def _watch(self, selector, sign):
+        """Hears the others at once, and says itself that it lives once a second, not at each word: they would never be silent."""
+        due = time.monotonic()
+        while not self._leaving:
+            for key, _ in selector.select(max(0, due - time.monotonic())):
+                if key.fileobj in self._peers:
+                    self._read(key.fileobj, selector)
+                else:
+                    connection, _ = key.fileobj.accept()
+                    self._add(connection, None, None)
+                    selector.register(connection, selectors.EVENT_READ)
+            if time.monotonic() >= due:
+                due = time.monotonic() + _EVERY_S
+                self._send(sign())
                 self._look_for_silence(self._timeout)
                 self._look_at_myself()
 
