@@ -91,7 +91,7 @@ class Lifeline:
             self._watch(selector, lambda: {"remedy": remedy})
 
     def _watch(self, selector, sign):
-        """Hears the others at once, and says itself that it lives once a second, not at each word: they would never be silent."""
+        """Hears the others at once, and says that it lives once a second, not at each word: nobody would be silent again."""
         due = time.monotonic()
         while not self._leaving:
             for key, _ in selector.select(max(0, due - time.monotonic())):

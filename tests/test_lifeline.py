@@ -93,7 +93,7 @@ def test_a_failure_is_told_with_its_reason(cluster, capfd):
 
 def test_signs_of_life_are_a_message_a_second(cluster, monkeypatch):
     three = cluster(3)
-    said = {line: 0 for line in three.lines}
+    said = dict.fromkeys(three.lines, 0)
     for line in three.lines:
         monkeypatch.setattr(line, "_send", lambda _, line=line: said.__setitem__(line, said[line] + 1))
     before = time.process_time()
