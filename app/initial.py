@@ -61,7 +61,8 @@ def _packed(config, plain, build):
         if value is not None and value.shape == shape:
             taken[str(position)] = value
         else:
-            left.append(f"{name} ({'not there' if value is None else f'{list(value.shape)} there, {list(shape)} here'})")
+            there = "nothing there that fits" if value is None else f"{list(value.shape)} there"
+            left.append(f"{name} ({there}, {list(shape)} here)")
     if not taken:
         raise UsageError(f"--init_from={path} has none of the variables of {config.model}, as {own[0][0]} {list(own[0][1])}")
     more = [f"and {len(left) - _NAMED} more"] if len(left) > _NAMED else []

@@ -91,26 +91,31 @@ class Lifeline:
     def _watch_chief(self):
         with selectors.DefaultSelector() as selector:
             selector.register(next(iter(self._peers)), selectors.EVENT_READ)
-            while not self._leaving:
-                for key, _ in selector.select(_EVERY_S):
-                    self._read(key.fileobj, selector)
-                own = {"worker": self._me.number, "doing": _doing, "age": time.monotonic() - _since}
-                self._send({**own, "wish": wishes.mine[wishes.STOP]} if self._me.ps else own)
-                self._look_for_silence(self._timeout)
-                self._look_at_myself()
+            self._watch(selector, self._own_sign)
 
     def _watch_all(self):
         with selectors.DefaultSelector() as selector, self._listener:
             selector.register(self._listener, selectors.EVENT_READ)
-            while not self._leaving:
-                for key, _ in selector.select(_EVERY_S):
-                    if key.fileobj is self._listener:
-                        connection, _ = self._listener.accept()
-                        self._add(connection, None, None)
-                        selector.register(connection, selectors.EVENT_READ)
-                    else:
-                        self._read(key.fileobj, selector)
-                self._send({"remedy": remedy})
+            self._watch(selector, lambda: {"remedy": remedy})
+
+    def _own_sign(self):
+        sign = {"worker": self._me.number, "doing": _doing, "age": time.monotonic() - _since}
+        return {**sign, "wish": wishes.mine[wishes.STOP]} if self._me.ps else sign
+
+    def _watch(self, selector, sign):
+        """Hears the others at once, and says that it lives once a second, not at each word: nobody would be silent again."""
+        due = time.monotonic()
+        while not self._leaving:
+            for key, _ in selector.select(max(0, due - time.monotonic())):
+                if key.fileobj in self._peers:
+                    self._read(key.fileobj, selector)
+                else:
+                    connection, _ = key.fileobj.accept()
+                    self._add(connection, None, None)
+                    selector.register(connection, selectors.EVENT_READ)
+            if time.monotonic() >= due:
+                due = time.monotonic() + _EVERY_S
+                self._send(sign())
                 self._look_for_silence(self._timeout)
                 self._look_for_workers()
                 self._look_at_myself()
@@ -180,7 +185,9 @@ class Lifeline:
 
     def _look_for_workers(self):
         """A coordinator without workers ends after a while, unless one that has come back brings it on."""
-        if not self._me.ps or any(self._me.is_worker(peer.get("number", 0)) for peer in self._peers.values()):
+        if not (self._me.ps and self._me.is_chief) or any(
+            self._me.is_worker(peer.get("number", 0)) for peer in self._peers.values()
+        ):
             self._left = time.monotonic()
         elif _doing and time.monotonic() - max(self._left, _since) > _ALONE_S:
             self._over(f"all workers have ended, and none has come back within {_ALONE_S:.0f} s")

@@ -91,6 +91,17 @@ def test_a_failure_is_told_with_its_reason(cluster, capfd):
     assert capfd.readouterr().err.count("worker 2 has failed: ValueError: this worker is broken") == 2
 
 
+def test_signs_of_life_are_a_message_a_second(cluster, monkeypatch):
+    three = cluster(3)
+    said = dict.fromkeys(three.lines, 0)
+    for line in three.lines:
+        monkeypatch.setattr(line, "_send", lambda _, line=line: said.__setitem__(line, said[line] + 1))
+    before = time.process_time()
+    time.sleep(3)
+    assert all(2 <= count <= 4 for count in said.values())
+    assert time.process_time() - before < 0.5
+
+
 def test_nobody_misses_a_worker_that_has_left(cluster):
     two = cluster(2)
     two.lines[1].leave()

@@ -14,7 +14,8 @@ import time
 import pytest
 from conftest import processes_left, run_program, sha256
 
-from cluster import checkpoint
+from cluster import checkpoint, spec
+from cluster.launcher import free_addresses
 
 ENDED_S = 15  # all others, when one has died
 STOPPED_S = 10  # all, when one was asked to stop
@@ -139,6 +140,44 @@ def test_a_run_stopped_on_four_workers_killed_on_two_and_finished_on_one_shows_n
     assert undisturbed(run, steps) == expected
     assert numbers(run) == numbers(tmp_path / "whole")
     assert steps_of(run) == list(range(1, 61))
+
+
+def worker(addresses, index, directory, *flags):
+    """A worker started by hand, on a disk of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "app", "train", f"--run_dir={directory}", *FLAGS, "--steps=30", *flags],
+        env={**os.environ, "TF_CONFIG": spec.local_cluster(addresses)[index]},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_a_worker_restarted_alone_ends_in_time_and_only_the_chief_needs_the_run_directory(tmp_path):
+    chiefs, others = tmp_path / "chief", tmp_path / "other"
+    addresses = free_addresses(2)
+    first = [worker(addresses, 0, chiefs), worker(addresses, 1, others)]
+    deadline = time.monotonic() + 120
+    while steps_of(chiefs)[-1:] < [6] and time.monotonic() < deadline:
+        time.sleep(0.02)
+    first[1].kill()
+    said = first[0].communicate(timeout=ENDED_S)[0]
+    assert first[0].returncode == 75
+    assert re.search(
+        rf"error: worker 1 \({addresses[1]}\) has ended without a word; .* goes on from {chiefs}/checkpoints/", said
+    )
+    assert "Traceback" not in said
+    first[1].communicate()
+    alone = worker(addresses, 1, others, "--start_timeout_s=3")
+    assert f"no answer from the chief at {addresses[0]}" in alone.communicate(timeout=60)[0]
+    assert alone.returncode == 2
+    again = [worker(addresses, 0, chiefs), worker(addresses, 1, others)]
+    outputs = [process.communicate(timeout=200)[0] for process in again]
+    assert [process.returncode for process in again] == [0, 0], outputs
+    assert "resuming at step" in outputs[0]
+    assert sha256(outputs[0]) == undisturbed(tmp_path / "whole", "--steps=30")
+    assert not (others / "checkpoints").exists()
+    assert numbers(chiefs) == numbers(tmp_path / "whole")
 
 
 @pytest.mark.soak
