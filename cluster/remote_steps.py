@@ -20,6 +20,7 @@ from tensorflow.python.distribute import input_lib
 
 from cluster import tree, wishes
 from cluster.reduction import add_lists
+from cluster.remote_work import Packed, Workers, read, size
 
 _AHEAD = 2  # units that are asked for before they are needed, for each worker
 
@@ -48,71 +49,6 @@ class Numbers(input_lib.DistributedDataset):
         return tf.TensorSpec([], tf.int64)
 
 
-class Workers:
-    """Asks the workers of a ParameterServerStrategy for what functions give.
-
-    Args:
-      strategy: the strategy.
-    """
-
-    def __init__(self, strategy):
-        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-        self.count = strategy._num_workers
-        self.bytes = 0  # that have come
-
-    def ask(self, function, *numbers):
-        """Begins; the function of no arguments that is returned waits for the result, a list of tensors."""
-        answer = self._coordinator.schedule(function, args=tuple(tf.constant(n, tf.int64) for n in numbers))
-
-        def result():
-            tensors = answer.get()
-            self.bytes += sum(t.shape.num_elements() * t.dtype.size for t in tensors)
-            return tensors
-
-        return result
-
-
-class Packed:
-    """Lists of tensors of some specs as one vector a type, and back."""
-
-    def __init__(self, specs):
-        self._specs = specs
-        self._groups = collections.defaultdict(list)
-        for i, spec in enumerate(specs):
-            self._groups[spec.dtype].append(i)
-
-    @property
-    def specs(self):
-        sizes = [sum(self._specs[i].shape.num_elements() for i in group) for group in self._groups.values()]
-        return [tf.TensorSpec([size], dtype) for size, dtype in zip(sizes, self._groups, strict=True)]
-
-    def pack(self, tensors):
-        return [tf.concat([tf.reshape(tensors[i], [-1]) for i in group], 0) for group in self._groups.values()]
-
-    def unpack(self, vectors):
-        found = [None] * len(self._specs)
-        for vector, group in zip(vectors, self._groups.values(), strict=True):
-            for i, piece in zip(group, tf.split(vector, [self._specs[i].shape.num_elements() for i in group]), strict=True):
-                found[i] = tf.reshape(piece, self._specs[i].shape)
-        return found
-
-
-def read(variables) -> list[tf.Tensor]:
-    """The values of Keras variables on ps, read by a worker in one message of each ps and type, not one a variable."""
-    groups = collections.defaultdict(list)
-    for i, variable in enumerate(variables):
-        groups[variable.value.device, variable.dtype].append(i)
-    found = [None] * len(variables)
-    for (device, _), group in groups.items():
-        shapes = [variables[i].shape for i in group]
-        with tf.device(device):
-            vector = tf.concat([tf.reshape(tf.convert_to_tensor(variables[i].value), [-1]) for i in group], 0)
-        pieces = tf.split(vector, [tf.TensorShape(shape).num_elements() for shape in shapes])
-        for i, piece, shape in zip(group, pieces, shapes, strict=True):
-            found[i] = tf.reshape(piece, shape)
-    return found
-
-
 class RemoteSteps:
     """The functions that a `Trainer` calls for steps and evaluations, in the place of those that run on all workers.
 
@@ -123,7 +59,8 @@ class RemoteSteps:
     """
 
     def __init__(self, trainer, strategy):
-        self.spent = []  # of each training step: seconds of waiting for results, seconds of the update, bytes that have come
+        # Of the last training steps: seconds of waiting for results, seconds of the update, bytes that have come.
+        self.spent = collections.deque(maxlen=10_000)
         self._trainer, self._workers = trainer, Workers(strategy)
         self._streams, self._units, self._made = {}, {}, {}
         self._arrived, self._outstanding, self._next = queue.SimpleQueue(), 0, 0
@@ -133,10 +70,11 @@ class RemoteSteps:
         """What stands for the streams in Keras's loop."""
         if not hasattr(streams, "batch_at"):
             raise ValueError("With parameter servers, data has to tell a batch by its place: streams with `batch_at(step, k)`.")
-        self._streams[training] = streams
-        for made in (self._units, self._made):
-            for key in [key for key in made if key[0] is training]:
-                del made[key]
+        if self._streams.get(training) is not streams:
+            self._streams[training] = streams
+            for made in (self._units, self._made):
+                for key in [key for key in made if key[0] is training]:
+                    del made[key]
         return Numbers(streams)
 
     # ---- training ----------------------------------------------------------------------------------------------------
@@ -156,7 +94,7 @@ class RemoteSteps:
         first, last = self._trainer.step, self._trainer.step + self._trainer.steps_to_come
         rows, wish = [], tf.zeros([2])
         for made in range(1, steps + 1):
-            step, stale, began, came = first + made - 1, 0, time.perf_counter(), self._workers.bytes
+            step, stale, began, self._came = first + made - 1, 0, time.perf_counter(), 0
             if self._trainer.asynchronous:
                 vectors, stale = self._next_update(unit, step, last)
             else:
@@ -166,7 +104,7 @@ class RemoteSteps:
             rows.append(values)
             wish = tf.maximum(wish, told.wish)
             ends = bool(wish[wishes.STOP] > 0 or told.bad >= 0)  # known when the update is done
-            self.spent.append((waited, time.perf_counter() - began - waited, self._workers.bytes - came))
+            self.spent.append((waited, time.perf_counter() - began - waited, self._came))
             if ends:
                 break
         records = [tf.stack(column) for column in zip(*rows, strict=True)]
@@ -181,6 +119,7 @@ class RemoteSteps:
         def leaf():
             result = asked.popleft()()
             asked.extend(itertools.islice(to_ask, 1))
+            self._came += size(result)
             return result
 
         # The tree takes its leaves from left to right, so that few of them are here at a time.
@@ -208,6 +147,7 @@ class RemoteSteps:
             raise outcome
         self._outstanding -= 1
         *vectors, version = outcome
+        self._came += size(outcome)
         return vectors, int(self._trainer.optimizer.iterations.numpy()) - int(version)
 
     def _training(self, observed):
@@ -217,8 +157,8 @@ class RemoteSteps:
         """
         trainer, step = self._trainer, self._trainer._step
         tells = observed or (trainer.asynchronous and trainer._recorder is not None)
-        if (True, tells, observed) not in self._made:
-            streams, ids = self._streams[True], trainer._ids
+        streams, ids = self._streams[True], trainer._ids
+        if (True, tells, observed, ids) not in self._made:
             one_pass, _, specs = step.training_part(ids, tells)
             packed = Packed(specs)
 
@@ -239,9 +179,10 @@ class RemoteSteps:
                 extra = {"staleness": stale} if self._trainer.asynchronous else {}
                 return trainer.get_metrics_result(), trainer._record(told, tf.constant(0.0), extra), told
 
-            asked = self._units.setdefault((True, tells), _traced(unit, 2))
-            self._made[True, tells, observed] = asked, _here(update)
-        return self._made[True, tells, observed]
+            asked = self._units.get((True, tells, ids)) or _traced(unit, 2)
+            self._units[True, tells, ids] = asked
+            self._made[True, tells, observed, ids] = asked, _here(update)
+        return self._made[True, tells, observed, ids]
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 

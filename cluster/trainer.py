@@ -110,8 +110,8 @@ class Trainer(keras.Model):
 
     @property
     def coordinator_spent(self) -> list[tuple[float, float, int]] | None:
-        """With parameter servers, of each step: seconds of waiting for results and of the update, bytes that came; or None."""
-        return self._remote and self._remote.spent
+        """With parameter servers, of the last steps: seconds of waiting for results, and of the update; bytes that came."""
+        return self._remote and list(self._remote.spent)
 
     @property
     def steps_to_come(self) -> int:

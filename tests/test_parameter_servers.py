@@ -208,7 +208,7 @@ def test_what_does_not_go_with_parameter_servers_is_one_line(tmp_path, flags, sa
 
 
 def test_what_is_packed_comes_out_as_it_was(tensorflow):
-    from cluster.remote_steps import Packed
+    from cluster.remote_work import Packed
 
     tf = tensorflow
     tensors = [
