@@ -152,6 +152,10 @@ def _evaluate(arguments):
 def _benchmark(arguments):
     settings, options = command_line.parse(benchmark_flags.with_default_data(arguments), own=benchmark_flags.Flags)
     flags, member = options.own, _member(options)
+    if (options.ps or (member and member.ps)) and (flags.scaling or flags.allreduce):
+        raise UsageError(
+            "--scaling and --allreduce measure workers that add together: leave them out, or the parameter servers"
+        )
     settings = benchmark_flags.settled(settings, flags, options.workers, member)
     if flags.allreduce:
         options = dataclasses.replace(options, recipe="")  # it has no part in it
@@ -173,7 +177,6 @@ def _benchmark(arguments):
 
 def _doctor(arguments):
     settings, options = command_line.parse(arguments)
-    _refuse_ps(settings, options, "doctor")
     part = lambda strategy: doctor.through_tensorflow(settings, strategy)  # noqa: E731
     return _on_workers("doctor", settings, options, lambda: part, reads=False)
 
