@@ -136,7 +136,7 @@ class RemoteSteps:
         No unit from `last` on is asked for: an epoch's updates are those of its own examples, and then nothing is under way.
         """
         self._next = max(self._next, step) if self._outstanding else step
-        while self._next < last and self._outstanding < _AHEAD * self._workers.count:
+        while self._next < last and self._outstanding < self._workers.count:  # more would only wait here and grow stale
             if self._outstanding and wishes.mine[wishes.STOP]:
                 break
             result = self._workers.ask(unit, self._next, 0)
