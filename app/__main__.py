@@ -4,14 +4,12 @@ import dataclasses
 import difflib
 import json
 import os
-import re
-import subprocess
 import sys
 
 import app
-from app import benchmark_flags, command_line, config, doctor, early, run_dir, startup, verify_flags
+from app import benchmark_flags, command_line, config, doctor, early, verify_flags, work
 from app.config import UsageError
-from cluster import latecomer, launcher, preflight, quiet, spec, tree
+from cluster import quiet, spec
 
 USAGE = """usage: ./run.sh [command] [flags]
 
@@ -79,9 +77,9 @@ def main(arguments: list[str]) -> int:
             raise UsageError(f"{command!r} is no command; {hint}./run.sh --help lists them")
         return commands[command](arguments)
     except (UsageError, spec.ClusterError) as error:
-        return _told(error, 2)
+        return work.told(error, 2)
     except KeyboardInterrupt:  # in a command that is this process's alone
-        return _told("interrupted", 130)
+        return work.told("interrupted", 130)
 
 
 def _train(arguments):
@@ -91,12 +89,12 @@ def _train(arguments):
     if dry:
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # nothing is computed
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if settings.verbose else "3")  # TensorFlow misses the GPU aloud
-        _settle(settings)
+        work.settle(settings)
         early.check(settings, init=True)
         with quiet.hushed(not settings.verbose):
             from app import dry_run
             from cluster import parameter_servers
-        member = _member(options)
+        member = work.member_of(options)
         workers = options.workers or (member.workers if member else 1)
         serving = workers if options.ps else parameter_servers.workers_of(member)
         print("\n".join(list(dry_run.lines(settings, 1 if serving else workers, options.recipe, serving))))
@@ -104,14 +102,14 @@ def _train(arguments):
 
     if options.workers is None and spec.is_evaluator():
         del os.environ["TF_CONFIG"]  # it trains nothing: to TensorFlow it is alone
-        return _on_workers("evaluator", settings, options, lambda: _follower(settings))
+        return work.on_workers("evaluator", settings, options, lambda: _follower(settings))
 
     def part():
         from app.train import train
 
         return lambda strategy: train(settings, strategy)
 
-    return _on_workers("train", settings, options, part)
+    return work.on_workers("train", settings, options, part)
 
 
 def _follower(settings):
@@ -146,12 +144,12 @@ def _evaluate(arguments):
 
         return lambda strategy: evaluate(settings, strategy, **options.extra)
 
-    return _on_workers("evaluate", settings, options, part)
+    return work.on_workers("evaluate", settings, options, part)
 
 
 def _benchmark(arguments):
     settings, options = command_line.parse(benchmark_flags.with_default_data(arguments), own=benchmark_flags.Flags)
-    flags, member = options.own, _member(options)
+    flags, member = options.own, work.member_of(options)
     if (options.ps or (member and member.ps)) and (flags.scaling or flags.allreduce):
         raise UsageError(
             "--scaling and --allreduce measure workers that add together: leave them out, or the parameter servers"
@@ -172,13 +170,13 @@ def _benchmark(arguments):
         tf.config.threading.set_inter_op_parallelism_threads(flags.inter_op_threads)
         return lambda strategy: benchmark(settings, flags, strategy)
 
-    return _on_workers("benchmark", settings, options, part, reads=flags.data == "real" and not flags.allreduce)
+    return work.on_workers("benchmark", settings, options, part, reads=flags.data == "real" and not flags.allreduce)
 
 
 def _doctor(arguments):
     settings, options = command_line.parse(arguments)
     part = lambda strategy: doctor.through_tensorflow(settings, strategy)  # noqa: E731
-    return _on_workers("doctor", settings, options, lambda: part, reads=False)
+    return work.on_workers("doctor", settings, options, lambda: part, reads=False)
 
 
 def _compare(arguments):
@@ -190,7 +188,7 @@ def _compare(arguments):
 def _verify(arguments):
     settings, options = command_line.parse(arguments, own=verify_flags.VerifyFlags)
     _refuse_ps(settings, options, "verify")
-    settings, flags = verify_flags.settled_verify(settings, options.own, options, _member(options))
+    settings, flags = verify_flags.settled_verify(settings, options.own, options, work.member_of(options))
     from app import verify
 
     return verify.run(settings, flags)
@@ -199,7 +197,7 @@ def _verify(arguments):
 def _repeat(arguments):
     settings, options = command_line.parse(arguments, own=verify_flags.RepeatFlags)
     _refuse_ps(settings, options, "repeat")
-    flags = verify_flags.settled_repeat(settings, options.own, options, _member(options))
+    flags = verify_flags.settled_repeat(settings, options.own, options, work.member_of(options))
     from app import repeat
 
     return repeat.run(settings, flags, options)
@@ -220,7 +218,7 @@ def _rounding(arguments):
 
         return lambda strategy: train(settings, strategy, [Disturbance(settings.seed)])
 
-    return _on_workers("train", settings, options, part)
+    return work.on_workers("train", settings, options, part)
 
 
 def _prepare(arguments):
@@ -274,155 +272,6 @@ def _tensorboard(arguments):
         from tensorboard import main as tensorboard
     sys.argv = ["tensorboard", f"--logdir={logdir}", f"--port={port}", *address]
     return tensorboard.run_main()
-
-
-def _member(options):
-    """This process in its cluster; TF_CONFIG is set for TensorFlow, wherever the cluster comes from."""
-    member = spec.from_environment(worker_hosts=options.worker_hosts, task_index=options.task_index)
-    if member:
-        os.environ["TF_CONFIG"] = member.tf_config
-    return member
-
-
-def _on_workers(command, settings, options, part, reads=True):
-    """This process's part of a command, or, with --workers, a local cluster of processes that do theirs.
-
-    Args:
-      command: its name, and settings and options, what it was asked.
-      part: imports what the command needs, and returns its function of the strategy.
-      reads: whether it needs the data set, prepared.
-    """
-    workers, member = options.workers, _member(options)
-    if workers is not None and member:
-        raise UsageError(
-            f"--workers={workers} starts a cluster here, but {member.origin} says that this is {member.name} of one. "
-            "Leave one of them out"
-        )
-    replicas = workers or (member.workers if member else 1)
-    if options.ps or (member and member.ps):
-        replicas = 1  # any worker computes any logical replica
-        if settings.batch_norm == "global":
-            raise UsageError(
-                "--batch_norm=global adds over the workers within the passes, and with parameter servers none meets another: "
-                "use --batch_norm=replica, or workers without ps"
-            )
-    elif settings.asynchronous and command in ("train", "benchmark"):
-        raise UsageError("--asynchronous needs parameter servers: --workers=2 --ps=1 on this machine, or `ps` in TF_CONFIG")
-    what = "--workers={}" if workers else "a cluster of {} workers"
-    problem = config.batch_problem(settings.global_batch_size, settings.logical_replicas, replicas, what)
-    if problem and command != "doctor":  # which says it beside the rest
-        raise UsageError(problem)
-    if workers is None:
-        return _work(command, settings, part, member, options.recipe, reads)
-    if command == "train" and (ended := run_dir.finished(settings)):
-        print(ended)
-        return 0
-    if command != "doctor":  # which says it beside the rest
-        early.check(settings, data=reads, network=command != "evaluate", init=command == "train")
-    if options.recipe and not settings.quiet:
-        print(f"recipe {options.recipe}", flush=True)
-    program = [sys.executable, "-m", "app"]
-    if reads and not os.path.exists(settings.prepared_path()):  # once, instead of in each worker
-        done = subprocess.run([*program, "prepare", "--for_training=yes", *settings.to_flags()])
-        if done.returncode:
-            return done.returncode
-    flags = [f"--{name}={value}" for name, value in options.extra.items() if value]
-    flags += options.own.to_flags() if options.own else []
-    startup.pass_on(startup.process_began())
-    own = [*program, command, "--flagfile=", *settings.to_flags(), *flags]  # no recipe: it has been read
-    fewer = None
-    if options.min_workers:
-        fewer = lambda left: max(  # noqa: E731
-            (n for n in tree.divisors(settings.logical_replicas) if options.min_workers <= n <= left), default=0
-        )
-    return launcher.run(own, workers, options.max_restarts, fewer, lambda: run_dir.checkpointed(settings.run_dir), options.ps)
-
-
-def _settle(settings):
-    """What has to be in the environment before TensorFlow is imported."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if settings.verbose else "3")
-    sys.path.append(os.getcwd())  # for the user's own package.module:function; last, so that it hides nothing of ours
-
-
-def _met(command, settings, member, reads):
-    """Meets the other workers, before TensorFlow is imported, which takes seconds; `cluster.run` looks again when it is.
-
-    Returns:
-      (what this process says about itself, what the chief says that all are to end with instead: (exit status, text), or None).
-    """
-    instead, examine = None, command == "doctor"
-    if command == "train":
-        try:
-            instead = (ended := run_dir.finished(settings)) and (0, ended)
-        except UsageError as error:
-            instead = 2, f"error: {error}"
-    reads_weights = command == "train" and (member is None or member.is_chief)
-    problems = [] if instead or examine else early.problems(settings, reads, command != "evaluate", init=reads_weights)
-    if problems and not member:
-        raise UsageError("\n".join(problems))
-    card = doctor.card(settings, member, examine, problems) if member or examine else None
-    if member and latecomer.is_one(member):
-        return card, None
-    if member:
-        show = doctor.shown(settings, card, member) if examine else None
-        word, seconds = json.dumps(instead), settings.start_timeout_s
-        instead = json.loads(preflight.check(member, card, seconds, word, settings.identical, "imports", show))
-        startup.mark("meeting")
-    elif examine:
-        doctor.alone(settings, card)
-    return card, instead
-
-
-def _work(command, settings, part, member, recipe, reads):
-    """Does this process's part; ends the process."""
-    _settle(settings)
-    card, instead = _met(command, settings, member, reads)
-    if instead:
-        print(instead[1], file=sys.stderr if instead[0] else sys.stdout)
-        return instead[0]
-    if recipe and not settings.quiet and (member is None or member.is_chief):
-        print(f"recipe {recipe}", flush=True)
-    with quiet.hushed(not settings.verbose):
-        from app.against import Differs
-        from app.faults import DataFault
-        from cluster import drift, runtime, wishes
-
-        work = part()
-    startup.mark("imports")
-
-    def guarded(strategy):
-        startup.mark("cluster")
-        try:
-            work(strategy)
-        except UsageError as error:
-            return _told(error, 2)
-        except (DataFault, Differs, drift.Drift, wishes.NonFinite) as error:
-            return _told(error, 1)
-        except wishes.Stopped:
-            return wishes.RESUMABLE
-        except Exception as error:  # a full disk, whoever met it
-            if not re.search("No space left|Disk quota", str(error)):
-                raise
-            return _told(f"{str(error).splitlines()[0]}: make room, and delete --run_dir={settings.run_dir} to start anew", 1)
-        return 0
-
-    return runtime.run(
-        guarded,
-        settings.identical,
-        settings.intra_op_threads,
-        settings.seed,
-        settings.communication,
-        settings.verbose,
-        start_timeout_s=settings.start_timeout_s,
-        card=card,
-        step_timeout_s=settings.step_timeout_s,
-    )
-
-
-def _told(error, status):
-    for line in str(error).splitlines():
-        print(f"error: {line}", file=sys.stderr)
-    return status
 
 
 if __name__ == "__main__":

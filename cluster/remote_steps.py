@@ -80,11 +80,11 @@ class RemoteSteps:
     # ---- training ----------------------------------------------------------------------------------------------------
 
     def several_steps(self, iterator, steps):
-        """As `Trainer._on_iterator`'s: (metrics since the last reset, records, (steps made, wish, bad))."""
+        """As `MirroredSteps.several_steps`: (metrics since the last reset, records, (steps made, wish, bad))."""
         return self._steps(int(steps), observed=False)[:3]
 
     def observed_step(self, iterator):
-        """As `Trainer._observed_step`'s."""
+        """As `MirroredSteps.observed_step`."""
         logs, records, ending, told = self._steps(1, observed=True)
         told.seen["learning_rate"] = told.learning_rate
         return logs, records, told, ending
@@ -187,7 +187,7 @@ class RemoteSteps:
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
     def evaluate_step(self, iterator, _):
-        """As `Trainer._on_iterator`'s for evaluation; the next steps' units are asked for meanwhile."""
+        """As `MirroredSteps.evaluate_step`; the next steps' units are asked for meanwhile."""
         unit, add = self._evaluation()
         replicas, asked = self._streams[False].logical_replicas, self._asked
         place = next(iterator) % self._streams[False].steps

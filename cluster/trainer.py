@@ -12,7 +12,6 @@ in one fixed tree (`reduction.py`), one division by K, and one optimizer update 
 
 import itertools
 import os
-import time
 
 import keras
 import numpy as np
@@ -21,6 +20,7 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weigh
 from tensorflow.python.framework.config import is_op_determinism_enabled
 
 from cluster import checkpoint, datasets, global_batch_norm, lifeline, losses, tree, wishes
+from cluster.mirrored_steps import MirroredSteps
 from cluster.reduction import Reduction
 from cluster.remote_steps import RemoteSteps
 from cluster.step import Step
@@ -307,11 +307,8 @@ class Trainer(keras.Model):
 
     def make_train_function(self, force=False):
         if force or self.train_function is None:
-            if self._remote:
-                several_steps, observed_step = self._remote.several_steps, self._remote.observed_step
-            else:
-                several_steps = self._on_iterator(lambda *part: self._step.train(*part, self._ids))
-                observed_step = self._observed_step()
+            steps_here = self._remote or MirroredSteps(self)
+            several_steps, observed_step = steps_here.several_steps, steps_here.observed_step
 
             def train_function(iterator):
                 steps = min(self.steps_per_execution, self.steps_to_come)  # cut at the epoch's and the run's end
@@ -354,67 +351,16 @@ class Trainer(keras.Model):
 
     def make_test_function(self, force=False):
         if force or self.test_function is None:
-            several_steps = self._remote.evaluate_step if self._remote else self._on_iterator(self._step.evaluate)
+            evaluate_step = (self._remote or MirroredSteps(self)).evaluate_step
 
             def test_function(iterator):
                 lifeline.sign(f"evaluation after step {self.step}")
-                logs, _, (_, wish, _) = several_steps(iterator, tf.constant(1))
+                logs, _, (_, wish, _) = evaluate_step(iterator, tf.constant(1))
                 if wish[wishes.STOP] > 0:
                     raise wishes.Stopped
                 return logs
 
             self.test_function = test_function
-
-    def _on_iterator(self, replica_step):
-        """The function (iterator, steps) -> (metrics since the last reset, records, (steps made, wish, bad)).
-
-        The records of the steps are stacked by name. It ends early at a wish to stop, and at what is not finite.
-        """
-
-        @tf.function(autograph=False)
-        def several_steps(iterator, steps):
-            def one_step(index, wish, bad, stacks):
-                told, wait = self._one_step(iterator, replica_step)
-                values = self._record(told, wait) if stacks else []
-                stacks = [stack.write(index, value) for stack, value in zip(stacks, values, strict=True)]
-                return index + 1, tf.maximum(wish, told.wish), told.bad, stacks
-
-            def goes_on(index, wish, bad, stacks):
-                return (index < steps) & (wish[wishes.STOP] == 0) & (bad < 0)
-
-            count = 3 + len(self._metric_names()) if replica_step != self._step.evaluate else 0
-            stacks = [tf.TensorArray(tf.float32, size=steps, element_shape=[]) for _ in range(count)]
-            start = [tf.constant(0), tf.zeros([2]), tf.constant(-1), stacks]
-            *ending, stacks = tf.while_loop(goes_on, one_step, start, parallel_iterations=1)
-            return self.get_metrics_result(), [stack.stack()[: ending[0]] for stack in stacks], ending
-
-        return several_steps
-
-    def _observed_step(self):
-        """The function iterator -> (metrics since the last reset, records, what one step told, (1, wish, bad)).
-
-        A function of its own: a tf.cond around the collectives of several devices would make one wait for the other, and the
-        steps that are not recorded should not pay.
-        """
-
-        @tf.function(autograph=False)
-        def observed_step(iterator):
-            told, wait = self._one_step(iterator, lambda *part: self._step.train(*part, self._ids, observed=True))
-            records = [value[None] for value in self._record(told, wait)]
-            told.seen["learning_rate"] = told.learning_rate
-            return self.get_metrics_result(), records, told, (tf.constant(1), told.wish, told.bad)
-
-        return observed_step
-
-    def _one_step(self, iterator, replica_step):
-        """What a replica step returns, as one local replica has it, and the seconds that its data was waited for."""
-        began, wish = tf.split(_now_and_wishes(), [1, 2])
-        with tf.control_dependencies([began]):
-            data = next(iterator)
-        with tf.control_dependencies(tf.nest.flatten(data, expand_composites=True)):
-            wait = tf.cast(_now_and_wishes()[0] - began[0], tf.float32)
-        told = self.distribute_strategy.run(replica_step, args=(data, tf.cast(wish, tf.float32)))
-        return tf.nest.map_structure(lambda v: self.distribute_strategy.experimental_local_results(v)[0], told), wait
 
     def _metric_names(self):
         with keras.StatelessScope(self._step.metric_values(True)):
@@ -502,8 +448,3 @@ class Trainer(keras.Model):
         temporary = os.path.join(directory, f".{os.getpid()}-{name}")  # keeps the ending, by which Keras goes
         write(temporary)
         tf.io.gfile.rename(temporary, os.fspath(filepath), overwrite=True)
-
-
-def _now_and_wishes():
-    """Seconds of a monotonic clock, and this worker's wishes. (tf.timestamp refuses to run in deterministic mode.)"""
-    return tf.ensure_shape(tf.numpy_function(lambda: np.array([time.monotonic(), *wishes.mine]), [], tf.float64), [3])
