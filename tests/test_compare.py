@@ -1,5 +1,7 @@
 """Runs that are broken in one way each: compare names the step, the stage and the cause; sound runs have none."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -246,3 +248,16 @@ def test_an_evaluation_that_weights_a_smaller_batch_like_the_others(evaluated):
     mean = {name: (parts[0][name] + parts[1][name]) / 2 for name in parts[0]}
     b = Run("B", [*a.lines[:-1], {**a.lines[-1], "metrics": mean}])
     expect(compare(a, b, replay), 1, "evaluation", 12, "mean over batches, of which the last has 11 examples")
+
+
+def test_asynchronous_runs_part_because_gradients_are_applied_in_the_order_of_their_arrival(sound, devices):
+    import broken
+
+    from app.compare import compare
+
+    a, replay = sound(SOUND)
+    b = broken.run(devices(1), "B", **SOUND, fault=broken.gradients_times(2.0))
+    asynchronous = [dataclasses.replace(run, config={"asynchronous": True}) for run in (a, b)]
+    finding = compare(*asynchronous, replay)
+    assert (finding.step, finding.causes[0].number) == (1, 14)
+    assert "run A and run B applied gradients in the order in which they came" in str(finding)
