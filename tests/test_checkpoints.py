@@ -129,7 +129,7 @@ def test_an_uninterrupted_runs_files_have_every_step_evaluation_and_epoch_once(w
 @pytest.mark.parametrize(
     ("flags", "ends"),
     [
-        ((), [("crash", 14), ("crash", 19)]),
+        pytest.param((), [("crash", 14), ("crash", 19)], marks=pytest.mark.soak),
         (EVALUATIONS, [("crash", 3), ("crash", 14)]),  # there is no checkpoint at first: it begins anew
         (EVALUATIONS, [("stop", 6), ("stop", 10), ("stop", 16)]),  # the two latter at evaluations
         (EVALUATIONS, [("stop in evaluation", 8), ("stop in evaluation", 20)]),
@@ -200,7 +200,7 @@ def test_without_any_usable_checkpoint_a_run_begins_anew(run, whole, interrupted
     assert told(tmp_path) == whole()[1]
 
 
-@pytest.mark.parametrize("operation", ["write", "rename"])
+@pytest.mark.parametrize("operation", ["write", pytest.param("rename", marks=pytest.mark.soak)])
 def test_a_full_disk_is_a_warning_and_the_checkpoint_before_is_kept(run, whole, tmp_path, monkeypatch, capsys, operation):
     import tensorflow as tf
 
@@ -271,7 +271,7 @@ def test_the_last_ones_and_the_best_are_kept_and_an_epochs_end_has_one(run, tmp_
         assert state.facts["best"] == [max(accuracies[: state.epoch]), best] or state.step < best
 
 
-@pytest.mark.parametrize("flags", [(), ("--checkpoint_every_steps=1",)])
+@pytest.mark.parametrize("flags", [pytest.param((), marks=pytest.mark.soak), ("--checkpoint_every_steps=1",)])
 def test_no_checkpoints_at_all_if_none_is_kept(run, whole, tmp_path, flags, capsys):
     assert run(tmp_path, *flags, "--keep_checkpoints=0", end=("stop", 3)) == "stopped"
     assert not os.path.exists(tmp_path / "checkpoints")

@@ -124,7 +124,10 @@ def whole(devices):
     return trained(devices(1), at=(1, 14, 21, "epoch 1", "epoch 3", "epoch 4"))
 
 
-@pytest.mark.parametrize("at", [1, 14, 21, "epoch 1", "epoch 3", "epoch 4"])
+SOAK = pytest.mark.soak
+
+
+@pytest.mark.parametrize("at", [pytest.param(1, marks=SOAK), 14, pytest.param(21, marks=SOAK), "epoch 1", "epoch 3", "epoch 4"])
 def test_a_resumed_run_is_the_uninterrupted_one_also_on_another_number_of_devices(devices, whole, at):
     sha256, history, kept, seen, _ = whole
     resumed = trained(devices(2 if at in (14, "epoch 3") else 1), resume=kept[at])
@@ -146,9 +149,9 @@ def test_a_run_goes_on_with_other_steps_per_execution(devices, whole):
     ("step", "in_evaluation", "steps_per_execution", "evaluated"),
     [
         (22, True, 1, [11]),  # in the evaluation of the second epoch
-        (22, False, 1, [11]),  # after that epoch's last step, before its evaluation
+        pytest.param(22, False, 1, [11], marks=SOAK),  # after that epoch's last step, before its evaluation
         (44, False, 1, [11, 22, 33]),  # after the last step of the run
-        (44, True, 4, [11, 22, 33]),
+        pytest.param(44, True, 4, [11, 22, 33], marks=SOAK),
     ],
 )
 def test_a_run_stopped_at_an_epochs_end_evaluates_it_once(devices, whole, step, in_evaluation, steps_per_execution, evaluated):
