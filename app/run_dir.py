@@ -68,6 +68,7 @@ def finished(config: Config) -> str | None:
             f"{directory} holds this run, finished: {summary['steps']} steps, sha256 {summary['sha256']}. "
             "Delete the directory, or name another --run_dir, to train it again"
         )
+    _read(directory, "metrics.jsonl")  # which is going to be added to
     _check_writable(directory)
     return None  # it goes on from its last checkpoint, or begins anew
 
