@@ -135,7 +135,6 @@ def test_a_run_stopped_on_four_workers_killed_on_two_and_finished_on_one_shows_n
     run = tmp_path / "run"
     assert "the same command goes on from" in disturb(run, "term", 3, 4, 13, steps)
     disturb(run, "kill", 1, 2, 24, steps)
-    disturb(run, "write", 0, 2, 31, steps)
     disturb(run, "stop", 1, 2, 42, steps)
     assert undisturbed(run, steps) == expected
     assert numbers(run) == numbers(tmp_path / "whole")
