@@ -15,8 +15,18 @@ from cluster import launcher
 
 
 def main() -> int:
-    parser = work.parser(__doc__)
-    parser.add_argument("--workers", type=int, default=1, help="processes on 127.0.0.1")
+    return on_workers("benchmarks.lockstep_step", work.parser(__doc__), as_worker)
+
+
+def on_workers(module, parser, as_worker, workers=1) -> int:
+    """Runs a script of this folder once for each worker, and prints the line that one of them leaves. Returns the exit status.
+
+    Args:
+      module: the script's name for -m.
+      parser: of its flags; --workers (default: `workers`), --steps_per_execution and --child are added.
+      as_worker: called with the flags in a worker; writes the line to the file `child`, and ends the process.
+    """
+    parser.add_argument("--workers", type=int, default=workers, help="processes on 127.0.0.1")
     parser.add_argument("--steps_per_execution", type=int, default=1, help="steps in one call; their time is divided evenly")
     parser.add_argument("--child", default="", help="for the script itself: be a worker, and write the line to this file")
     options = parser.parse_args()
@@ -24,7 +34,7 @@ def main() -> int:
         as_worker(options)
     with tempfile.TemporaryDirectory() as folder:
         line = pathlib.Path(folder, "line.json")
-        command = [sys.executable, "-m", "benchmarks.lockstep_step", *sys.argv[1:], f"--child={line}"]
+        command = [sys.executable, "-m", module, *sys.argv[1:], f"--child={line}"]
         with contextlib.redirect_stdout(sys.stderr):  # the workers' output
             status = launcher.run(command, options.workers)
         if status == 0:

@@ -6,34 +6,18 @@ The chief's profiler tells when each operation ran. Of every step: how long befo
 the first and the last collective of the reduction began (milliseconds; negative: after it), and how long the step took.
 """
 
-import contextlib
 import json
 import pathlib
 import statistics
 import sys
-import tempfile
 
 from benchmarks import lockstep_step, work
-from cluster import launcher
 
 
 def main() -> int:
     parser = work.parser(__doc__)
-    parser.add_argument("--workers", type=int, default=2, help="processes on 127.0.0.1")
-    parser.add_argument("--steps_per_execution", type=int, default=1, help="steps in one call")
     parser.add_argument("--bucket_kb", type=int, default=0, help="size of a pack of the reduction; 0: the program's own")
-    parser.add_argument("--child", default="", help="for the script itself: be a worker, and write the line to this file")
-    options = parser.parse_args()
-    if options.child:
-        as_worker(options)
-    with tempfile.TemporaryDirectory() as folder:
-        line = pathlib.Path(folder, "line.json")
-        command = [sys.executable, "-m", "benchmarks.overlap", *sys.argv[1:], f"--child={line}"]
-        with contextlib.redirect_stdout(sys.stderr):  # the workers' output
-            status = launcher.run(command, options.workers)
-        if status == 0:
-            print(line.read_text())
-        return status
+    return lockstep_step.on_workers("benchmarks.overlap", parser, as_worker, workers=2)
 
 
 def as_worker(options):
