@@ -7,7 +7,6 @@ or not at all; what cannot be written is told, and leaves the one before as it w
 """
 
 import contextlib
-import dataclasses
 import os
 import re
 import threading
@@ -63,9 +62,10 @@ class Checkpoints(keras.callbacks.Callback):
         if self.model.wished[wishes.STOP]:
             raise wishes.Stopped
         every, minutes = self._config.checkpoint_every_steps, self._config.checkpoint_every_min
-        due = every and self.model.step // every > self._saved // every
-        if (due or self.model.wished[wishes.SAVE]) and self._in_epoch < self._steps_per_epoch and self.model.step < self._total:
-            self._save(self._in_epoch)
+        step, in_epoch = self.model.step, self._in_epoch
+        due = every and step // every > self._saved // every
+        if (due or self.model.wished[wishes.SAVE]) and in_epoch < self._steps_per_epoch and step < self._total:
+            self._save(in_epoch)
         if self._chief and minutes and time.monotonic() - self._saved_at > 60 * minutes:
             wishes.mine[wishes.SAVE] = 1
 
@@ -148,21 +148,20 @@ def listed(directory: str) -> list[tuple[int, str]]:
     return sorted(found, reverse=True)
 
 
-def latest(config: Config, say) -> bytes | None:
-    """The content of the last whole checkpoint of this very run; one that is not is set aside, in a line that names it."""
+def latest(config: Config, say) -> tuple[bytes, checkpoint.Checkpoint] | tuple[None, None]:
+    """The last whole checkpoint of this very run: its file's content, and it; one that is not is set aside, by a line."""
     directory = os.path.join(config.run_dir, "checkpoints")
     for _, name in listed(directory):
         path = os.path.join(directory, name)
         try:
             content = tf.io.gfile.GFile(path, "rb").read()
-            run = checkpoint.from_bytes(content).facts.get("run") or {}
-            defaults = {f.name: f.default for f in dataclasses.fields(config)}  # of fields that a file is older than
-            if other := [f for f, value in config.result_fields().items() if run.get(f, defaults[f]) != value]:
+            found = checkpoint.from_bytes(content)
+            if other := list(config.differs(found.facts.get("run") or {})):
                 raise checkpoint.Damaged(f"it is of another run ({', '.join(other[:3])})")
-            return content
+            return content, found
         except (checkpoint.Damaged, OSError, tf.errors.OpError) as error:
             reason = getattr(error, "message", str(error)).splitlines()[0]
             say(f"warning: {path} is passed over, and renamed to {name}.unusable: {reason}")
             with contextlib.suppress(tf.errors.OpError):
                 tf.io.gfile.rename(path, f"{path}.unusable", overwrite=True)  # it would be taken for the latest
-    return None
+    return None, None

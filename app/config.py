@@ -163,6 +163,12 @@ class Config:
         """The fields that decide the result: equal here means equal runs."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["result"]}
 
+    def differs(self, recorded: dict) -> dict:
+        """{field that decides the result: its value in a run's record}, where it is another; a lacking one has its default."""
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}  # of fields that a record is older than
+        there = {name: recorded.get(name, defaults[name]) for name in self.result_fields()}
+        return {name: value for name, value in there.items() if value != getattr(self, name)}
+
     def shared_fields(self) -> dict:
         """The fields that have to be the same on all workers of a run."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in _EACH_WORKERS_OWN}

@@ -10,7 +10,6 @@ The chief writes what is global, each worker its own subdirectory.
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
@@ -24,9 +23,8 @@ from app import manifest
 from app.config import Config, UsageError
 from cluster import quiet
 
-_BEFORE_CONFIG = (
-    r"worker-\d+|config\.json\.tmp|running|evaluator"  # what a start leaves that ends before it has written config.json
-)
+# What a start leaves that ends before it has written config.json.
+_BEFORE_CONFIG = r"worker-\d+|config\.json\.tmp|running|evaluator"
 
 
 def finished(config: Config) -> str | None:
@@ -48,11 +46,8 @@ def finished(config: Config) -> str | None:
         raise UsageError(
             f"--run_dir={directory} holds something else ({', '.join(sorted(files)[:3])}), and no run: name a new directory"
         )
-    defaults = {f.name: f.default for f in dataclasses.fields(config)}  # of fields that a record is older than
     other = [
-        f"{name} is {recorded.get(name, defaults[name])!r} there and {value!r} here"
-        for name, value in config.result_fields().items()
-        if recorded.get(name, defaults[name]) != value
+        f"{name} is {there!r} there and {getattr(config, name)!r} here" for name, there in config.differs(recorded).items()
     ]
     if (digest := _data_digest(config)) and digest != recorded.get("data_manifest"):
         other.append(f"the data in {config.prepared_path()} is another")
@@ -148,7 +143,9 @@ def write(path: str, text: str):
 def write_config(directory: str, record: dict, first_step: int):
     """Writes config.json: the record, and what each start of the run ran with."""
     there = (_read_json(directory, "config.json") or {}) if first_step else {}
-    record, before = {**{k: there[k] for k in ("init_from_sha256",) if k in there}, **record}, there.get("starts", [])
+    before = there.get("starts", [])
+    if "init_from_sha256" in there:
+        record = {"init_from_sha256": there["init_from_sha256"], **record}
     names = ("replicas", "cluster", "devices", "source_revision", "versions")
     start = {"after_step": first_step, **{name: record[name] for name in names}}
     write(os.path.join(directory, "config.json"), json.dumps({**record, "starts": [*before, start]}, indent=2) + "\n")

@@ -57,8 +57,8 @@ def _train(config, strategy, callbacks, me, own):
     chief, replicas = strategy.extended.should_checkpoint, strategy.num_replicas_in_sync
     serving = parameter_servers.workers_of(me)
     terminal = Terminal(silent=not chief, quiet=config.quiet)
-    content = checkpoints.latest(config, terminal.result) if chief else None
-    first_step = from_chief(me, checkpoint.from_bytes(content).step if content else 0)
+    content, resume = checkpoints.latest(config, terminal.result) if chief else (None, None)
+    first_step = from_chief(me, resume.step if resume else 0)
     data = open_data(config, strategy, me, terminal.say, first_step)
     recorded = against.opened(config)
     steps_per_epoch = data.training.steps
@@ -70,8 +70,8 @@ def _train(config, strategy, callbacks, me, own):
         terminal.say(line)
 
     plain, model = assemble(config, data, strategy, total_steps)
-    content = bytes_from_chief(me, content)
-    resume = checkpoint.from_bytes(content) if content else None
+    if (content := bytes_from_chief(me, content)) and not chief:
+        resume = checkpoint.from_bytes(content)
     record = configuration(config, data.manifest, serving or replicas, me)
     if not resume and (begun := initial.put(config, plain, me, lambda: network(config, data))):
         terminal.say(begun[0])

@@ -139,7 +139,7 @@ def put_back(checkpoint: Checkpoint, trainer):
 def put_back_weights(checkpoint: Checkpoint, trainer):
     """Sets weights and moving statistics alone, for an evaluation. Raises Damaged if they are another network's."""
     kinds = ("weights", "statistics")
-    ours = {f"{kind}/{i}": v for kind in kinds for i, v in enumerate(trainer._step.variables[kind])}
+    ours = {name: variable for name, variable in _variables(trainer).items() if name.partition("/")[0] in kinds}
     theirs = {name: array.shape for name, array in checkpoint.arrays.items() if name.partition("/")[0] in kinds}
     if theirs != {name: tuple(variable.shape) for name, variable in ours.items()}:
         raise Damaged("it is another network's")

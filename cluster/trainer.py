@@ -238,6 +238,7 @@ class Trainer(keras.Model):
     def evaluate(self, x=None, y=None, batch_size=None, verbose="auto", sample_weight=None, steps=None, **kwargs):
         """Keras's `evaluate`: every example once, the same numbers on every worker, to the last bit for every N."""
         self._assert_compile_called("evaluate")
+        self._evaluation = f"evaluation after step {self.step}"  # asked once: with parameter servers it is not here
         steps_per_execution, self.steps_per_execution = self.steps_per_execution, 1
         self._training_metrics = False
         try:
@@ -354,7 +355,7 @@ class Trainer(keras.Model):
             evaluate_step = (self._remote or MirroredSteps(self)).evaluate_step
 
             def test_function(iterator):
-                lifeline.sign(f"evaluation after step {self.step}")
+                lifeline.sign(self._evaluation)
                 logs, _, (_, wish, _) = evaluate_step(iterator, tf.constant(1))
                 if wish[wishes.STOP] > 0:
                     raise wishes.Stopped
