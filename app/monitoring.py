@@ -184,8 +184,7 @@ class TrainEvents:
             _points(self._train, record["step"], {k: v for k, v in record.items() if k not in ("step", "epoch")})
 
     def evaluation(self, record):
-        points = {name: value for name, value in record.items() if name not in ("step", "examples", "seconds")}
-        _points(self._validation, record["step"], points)
+        _evaluated(self._validation, record)
 
     def epoch(self, record):
         metrics = {k: v for k, v in record.items() if k not in ("epoch", "step", "steps", "seconds", "images_per_sec")}
@@ -211,8 +210,7 @@ class EvaluatorEvents:
         self._writer = EventFileWriter(directory, flush_secs=_FLUSH_EVERY_S)
 
     def evaluation(self, record):
-        points = {name: value for name, value in record.items() if name not in ("step", "examples", "seconds")}
-        _points(self._writer, record["step"], points)
+        _evaluated(self._writer, record)
 
     def close(self):
         self._writer.close()
@@ -262,6 +260,10 @@ def resident_bytes() -> int:
 
 def _due(record, every):
     return record["step"] == 1 or record["step"] % every == 0
+
+
+def _evaluated(writer, record):
+    _points(writer, record["step"], {k: v for k, v in record.items() if k not in ("step", "examples", "seconds")})
 
 
 def _points(writer, step, values):

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from app.manifest import Manifest, Split
 
-_HIGH = 1 << 32  # two numbers in one of 64 bits
+HIGH = 1 << 32  # two numbers in one of 64 bits
 
 
 class Records:
@@ -108,5 +108,5 @@ def shuffled(values, seed: int, epoch, k, number):
 
     (Dataset.shuffle would mix TensorFlow's global seed in, and fails on a seed from the graph if that is 0.)
     """
-    key = tf.stack([seed * _HIGH + epoch, k * _HIGH + number])
+    key = tf.stack([seed * HIGH + epoch, k * HIGH + number])
     return tf.gather(values, tf.random.experimental.stateless_shuffle(tf.range(tf.shape(values)[0]), key))

@@ -10,11 +10,9 @@ import tensorflow as tf
 
 from app import records
 from app.manifest import Manifest, Split
-from app.positions import Order, Records, shuffled
+from app.positions import HIGH, Order, Records, shuffled
 from app.preprocessing import Preprocessing
 from cluster.tree import divisors
-
-_HIGH = 1 << 32  # two numbers in one of 64 bits
 
 
 class ShardsError(ValueError):
@@ -108,7 +106,7 @@ class TrainingStreams:
         def load(epoch, shard, record, serialized):
             image, label = records.parse(serialized, self._manifest)
             # Philox, which tf.random.stateless_* run on, takes any two different keys for independent streams.
-            key = tf.stack([self._seed * _HIGH + epoch, shard * _HIGH + record])
+            key = tf.stack([self._seed * HIGH + epoch, shard * HIGH + record])
             element = self._preprocessing.train(image, key), _as_wanted(label, self._one_hot)
             return (element, tf.stack([epoch, shard, record])) if with_ids else element
 

@@ -100,6 +100,11 @@ def name(number: int, addresses) -> str:
     return f"worker number {number} ({addresses[number]})" if 0 <= number < len(addresses) else f"worker number {number}"
 
 
+def called(me: Member, number: int) -> str:
+    """How lines call one of this process's cluster; with parameter servers by its role."""
+    return f"{me.called(number)} ({me.addresses[number]})" if me.ps else name(number, me.addresses)
+
+
 async def call(address: str, number: int, mine: dict):
     """Calls the worker that is to be at an address.
 

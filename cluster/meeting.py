@@ -1,5 +1,6 @@
 """What chief and workers have in common while they meet: an own address, callers, calls, and lines that name who is awaited."""
 
+import abc
 import asyncio
 import contextlib
 import dataclasses
@@ -8,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from cluster import greeting
-from cluster.greeting import Stranger, Unreachable, name
+from cluster.greeting import Stranger, Unreachable
 from cluster.spec import Member
 
 TELL_EVERY_S = 5
@@ -67,7 +68,7 @@ class Guest:
             return None
 
 
-class Meeting:
+class Meeting(abc.ABC):
     """A process's part; see `rendezvous.meet`. Roles override `play` and `heard`."""
 
     def __init__(self, me: Member, timeout_s: float, word: str, card: dict, stage: str, judge: Callable):
@@ -93,19 +94,19 @@ class Meeting:
                 task.cancel()
             await asyncio.sleep(0)
 
+    @abc.abstractmethod
     async def play(self) -> Found:
-        raise NotImplementedError
+        """What this side does until all have met, or cannot."""
 
+    @abc.abstractmethod
     async def heard(self, message: dict, guest: Guest) -> None:
-        raise NotImplementedError
+        """A caller has said something."""
 
-    def gone(self, guest: Guest) -> None:
+    def gone(self, guest: Guest) -> None:  # noqa: B027 (a side need not care)
         """A caller has left."""
 
     def who(self, number) -> str:
-        if self.me.ps:
-            return f"{self.me.called(number)} ({self.me.addresses[number]})"
-        return name(number, self.me.addresses)
+        return greeting.called(self.me, number)
 
     def start(self, work) -> None:
         """Does something beside, until the meeting is over."""

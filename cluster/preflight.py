@@ -93,7 +93,7 @@ def check(
     said = {
         "facts": card.facts,
         "about": {"host": socket.gethostname(), "process": os.getpid(), **card.about},
-        "problems": [f"{_name(me)}: {problem}" for problem in card.problems],
+        "problems": [f"{greeting.called(me, me.number)}: {problem}" for problem in card.problems],
         "warnings": [*card.warnings, *([proxy] if proxy else [])],
     }
     found = rendezvous.meet(me, timeout_s, word, said, stage, lambda found: _judge(found, me, identical))
@@ -170,10 +170,6 @@ def bypass_proxies(me: Member, environ=None) -> str | None:
     environ["no_grpc_proxy"] = ",".join(dict.fromkeys(filter(None, [*before, *hosts])))
     place = environ[proxy].rpartition("@")[2].rpartition("//")[2].strip("/")  # without name and password
     return f"{proxy} is set, to {place}: not used between the workers (no_grpc_proxy names their addresses now)"
-
-
-def _name(me):
-    return f"{me.called(me.number)} ({me.addresses[me.number]})" if me.ps else greeting.name(me.number, me.addresses)
 
 
 def _judge(found: Found, me: Member, identical: bool) -> tuple[list[str], list[str]]:
