@@ -138,7 +138,7 @@ def _work(command, settings, part, member, recipe, reads):
         except Exception as error:  # a full disk, whoever met it
             if not re.search("No space left|Disk quota", str(error)):
                 raise
-            return told(f"{str(error).splitlines()[0]}: make room, and delete --run_dir={settings.run_dir} to start anew", 1)
+            return told(f"{str(error).splitlines()[0]}: make room; the same command goes on from the last checkpoint", 1)
         return 0
 
     return runtime.run(
