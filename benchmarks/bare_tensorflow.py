@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from benchmarks import work
-from cluster import runtime, tree
+from cluster import fused_batch_norm, runtime, tree
 
 
 def main():
@@ -37,7 +37,7 @@ def make_step(model, optimizer, batch_size, replicas, jit_compile):
 
     @tf.function(jit_compile=jit_compile, autograph=False)
     def one_pass(weight_values, state_values, images, labels):
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
+        with fused_batch_norm.fused(model), tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(weight_values)
             logits, after, extra = model.stateless_call(weight_values, state_values, images, training=True, return_losses=True)
             loss = loss_of(labels, logits) + tf.add_n(extra)

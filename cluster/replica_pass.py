@@ -5,12 +5,10 @@ makes that possible: nothing is assigned, every logical replica starts from the 
 is handed in as a key made from (seed, step, logical replica, layer). Everything else in training is addition.
 """
 
-import contextlib
-
 import keras
 import tensorflow as tf
 
-from cluster import global_batch_norm, losses, reduction
+from cluster import fused_batch_norm, global_batch_norm, losses, reduction
 
 
 class ReplicaPass:
@@ -51,7 +49,7 @@ class ReplicaPass:
         self._by_replica = {}
         for replica, total in (totals or {None: None}).items():
             function = tf.function(self._pass, jit_compile=jit_compile, autograph=False)
-            with global_batch_norm.moments_over(model, total) if totals else contextlib.nullcontext() as normalised:
+            with global_batch_norm.moments_over(model, total) if totals else fused_batch_norm.fused(model) as normalised:
                 self._by_replica[replica] = self._concrete = function.get_concrete_function(*specs)
         if totals:
             global_batch_norm.check_layers(model)  # once more: some models make their layers when they are built
