@@ -34,11 +34,11 @@ def _call(layer, inputs, training=None, mask=None):
     fits = entries > 1 and layer.axis in (-1, 3) and mask is None and inputs.dtype != tf.float64
     if not (training and layer.trainable and fits):
         return type(layer).call(layer, inputs, training=training, mask=mask)
-    channels = inputs.shape[3:]
+    inputs, shape = _float32(inputs), inputs.shape[3:]  # as Keras does, for any type
     outputs, mean, unbiased, *_ = tf.raw_ops.FusedBatchNormV3(
-        x=tf.cast(inputs, tf.float32),  # as Keras does, for any type
-        scale=layer.gamma if layer.scale else tf.ones(channels),
-        offset=layer.beta if layer.center else tf.zeros(channels),
+        x=inputs,
+        scale=_float32(layer.gamma) if layer.scale else tf.ones(shape),
+        offset=_float32(layer.beta) if layer.center else tf.zeros(shape),
         mean=[],
         variance=[],
         epsilon=layer.epsilon,
@@ -47,5 +47,9 @@ def _call(layer, inputs, training=None, mask=None):
     )
     variance = unbiased * ((entries - 1) / entries)  # Keras keeps the biased one
     for moving, of_batch in ((layer.moving_mean, mean), (layer.moving_variance, variance)):
-        moving.assign(moving * layer.momentum + of_batch * (1 - layer.momentum))
+        moving.assign(_float32(moving) * layer.momentum + of_batch * (1 - layer.momentum))
     return tf.cast(outputs, layer.compute_dtype)
+
+
+def _float32(value):
+    return tf.cast(tf.convert_to_tensor(value), tf.float32)
