@@ -47,6 +47,9 @@ def whole_run(*flags):
     return ["-m", "benchmarks.whole_run", "--", "--dataset=digits", "--model=resnet20", "--steps=154", *nothing, *flags]
 
 
+_RESNET50 = ("--workers=2", "--model=resnet50", "--batch=16", "--logical_replicas=2", "--steps=15", "--warmup=3")
+
+
 def _widths(*widths):
     """Identical and not, for each number of workers."""
     forms = ("identical", "noidentical")
@@ -93,6 +96,11 @@ TARGETS = {
             "fingerprints": whole_run("--fingerprint_every=100"),
         },
         tuple(("step_time_s", side, "nothing") for side in ("told", "checkpoints", "fingerprints")),
+    ),
+    8: Target(
+        "packs of 1, 8 and 32 MB against one of all gradients: ResNet-50 (102 MB), 2 workers, one pass each, 8 images a worker",
+        {f"{kb >> 10} MB": lockstep(*_RESNET50, f"--bucket_kb={kb}") for kb in (1 << 10, 8 << 10, 32 << 10, 1 << 20)},
+        tuple(("step_time_s", f"{mb} MB", "1024 MB") for mb in (1, 8, 32)),
     ),
     6: Target("the reduction in tree order against a ring all-reduce", {"allreduce": ["-m", "benchmarks.allreduce"]}),
     7: Target("the ImageNet pipeline against bare decoding", {"input": ["-m", "benchmarks.input"]}),

@@ -55,6 +55,10 @@ def train(options, strategy, at_end=lambda: None):
     import tensorflow as tf
 
     import cluster
+    from cluster import reduction
+
+    if options.bucket_kb:
+        reduction.BUCKET_BYTES = options.bucket_kb << 10
 
     class Repeated:
         """One batch, endlessly, as streams that `Trainer.fit` takes (cluster/datasets.py)."""

@@ -3,7 +3,8 @@
     python -m benchmarks.overlap --workers=2 --logical_replicas=2 --model=resnet56 --bucket_kb=256
 
 The chief's profiler tells when each operation ran. Of every step: how long before the end of its last convolution's gradient
-the first and the last collective of the reduction began (milliseconds; negative: after it), and how long the step took.
+the first and the last collective of the reduction began (milliseconds, quartiles over the steps; negative: after it), and how
+long the step took.
 """
 
 import json
@@ -15,9 +16,7 @@ from benchmarks import lockstep_step, work
 
 
 def main() -> int:
-    parser = work.parser(__doc__)
-    parser.add_argument("--bucket_kb", type=int, default=0, help="size of a pack of the reduction; 0: the program's own")
-    return lockstep_step.on_workers("benchmarks.overlap", parser, as_worker, workers=2)
+    return lockstep_step.on_workers("benchmarks.overlap", work.parser(__doc__), as_worker, workers=2)
 
 
 def as_worker(options):
@@ -25,10 +24,7 @@ def as_worker(options):
     import tensorflow as tf
 
     import cluster
-    from cluster import reduction
 
-    if options.bucket_kb:
-        reduction.BUCKET_BYTES = options.bucket_kb << 10
     work.set_inter_op_threads(options.inter_op_threads)
 
     def main(strategy):
@@ -43,14 +39,18 @@ def as_worker(options):
         if strategy.extended.should_checkpoint:
             tf.profiler.experimental.stop()
             timed = json.loads(pathlib.Path(options.child).read_text())
-            found = {"bucket_kb": options.bucket_kb, **seen_in(traced), "step_time_s": statistics.median(timed["step_time_s"])}
+            found = {
+                "bucket_kb": options.bucket_kb,
+                **seen_in(traced, options.steps),
+                "step_time_s": statistics.median(timed["step_time_s"]),
+            }
             facts = ("model", "workers", "logical_replicas", "identical")
             pathlib.Path(options.child).write_text(json.dumps({**{name: timed[name] for name in facts}, **found}))
 
     cluster.run(main, options.identical, options.threads)
 
 
-def seen_in(folder: pathlib.Path) -> dict:
+def seen_in(folder: pathlib.Path, steps: int) -> dict:
     """Medians over the steps of the trace."""
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
@@ -67,35 +67,22 @@ def seen_in(folder: pathlib.Path) -> dict:
                     gradients.append(span)
                 elif "CollectiveAllToAll" in name or "CollectiveReduce" in name:
                     collectives.append(span)
-    firsts, lasts = [], []
+    each, more = divmod(len(gradients), steps)
+    if more or not each or not collectives:
+        raise SystemExit(f"{len(gradients)} gradients and {len(collectives)} collectives in the trace of {steps} steps")
     gradients.sort()
-    for step in _steps(gradients):
-        end = max(e for _, e in step)
-        following = min((b for b, _ in gradients if b > end), default=float("inf"))
-        began = [b for b, _ in collectives if step[0][0] < b < following]
-        if began:
-            firsts.append(end - min(began))
-            lasts.append(end - max(began))
-    packs = len(collectives) / max(1, len(firsts))
+    begins = [gradients[i][0] for i in range(0, len(gradients), each)]
+    firsts, lasts = [], []
+    for step, (begin, following) in enumerate(zip(begins, [*begins[1:], float("inf")], strict=True)):
+        end = max(e for _, e in gradients[step * each : (step + 1) * each])
+        began = [b for b, _ in collectives if begin < b < following]
+        firsts.append(end - min(began))
+        lasts.append(end - max(began))
     return {
-        "steps": len(firsts),
-        "packs": round(packs, 1),
-        "first_begins_before_the_end_ms": statistics.median(firsts),
-        "last_begins_before_the_end_ms": statistics.median(lasts),
+        "steps": steps,
+        "first_begins_before_the_end_ms": [round(t, 1) for t in statistics.quantiles(firsts)],
+        "last_begins_before_the_end_ms": [round(t, 1) for t in statistics.quantiles(lasts)],
     }
-
-
-def _steps(gradients):
-    """The gradients' spans by step: a gap of more than the median step's idle time separates two."""
-    gaps = [b - e for (_, e), (b, _) in zip(gradients, gradients[1:], strict=False)]
-    limit = sorted(gaps)[-max(1, len(gaps) // 50)] / 2
-    steps, current = [], gradients[:1]
-    for gap, span in zip(gaps, gradients[1:], strict=True):
-        if gap > max(limit, 1.0):
-            steps.append(current)
-            current = []
-        current.append(span)
-    return [*steps, current]
 
 
 if __name__ == "__main__":

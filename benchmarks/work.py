@@ -23,6 +23,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
     made.add_argument("--identical", action="store_true", default=True, help="the same bits for any number of workers")
     made.add_argument("--noidentical", dest="identical", action="store_false", help="equal up to rounding")
     made.add_argument("--jit_compile", action="store_true", help="compile the passes with XLA")
+    made.add_argument("--bucket_kb", type=int, default=0, help="size of a pack of Lockstep's reduction; 0: the program's own")
     made.add_argument("--steps", type=int, default=30, help="steps that are timed")
     made.add_argument("--warmup", type=int, default=5, help="steps before them, at least 1")
     return made
