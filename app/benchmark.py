@@ -26,9 +26,10 @@ import numpy as np
 import tensorflow as tf
 
 from app import benchmark_data, benchmark_report, config, run_dir, startup
+from app.assembly import assemble, of_update
 from app.callbacks import Profile
 from app.terminal import Terminal
-from app.train import assemble, of_update, surroundings
+from app.train import surroundings
 from cluster import allreduce, parameter_servers, spec, step_parts
 from cluster.agreement import gather
 

@@ -7,8 +7,8 @@ import types
 import numpy as np
 import tensorflow as tf
 
-from app import config, faults, sources, train
-from app.train import open_data
+from app import assembly, config, faults, sources
+from app.assembly import open_data
 from cluster.agreement import agree
 
 _EXAMPLES = 50_000  # of an epoch of invented data: what a schedule goes by
@@ -22,7 +22,7 @@ _SHAPES = {  # of images, and classes, as the networks are given them; nothing h
 
 
 def load(settings, flags, strategy, me, say):
-    """The data set as `train.assemble` needs it, the streams to measure with, and a context that names what is damaged in them.
+    """The data set as `assembly.assemble` needs it, the streams to measure with, and a context that names what is damaged.
 
     Raises:
       UsageError, faults.DataFault, cluster.spec.ClusterError: each in one line.
@@ -39,7 +39,7 @@ def load(settings, flags, strategy, me, say):
         raise config.UsageError(problem)
     agree_without(settings, flags, me)
     shape, classes = _shape(settings)
-    of_update = train.of_update(settings)
+    of_update = assembly.of_update(settings)
     one_hot, replicas = settings.label_smoothing > 0, of_update.logical_replicas
     streams = InMemory(shape, classes, of_update.global_batch_size, settings.seed, one_hot, flags.forward_only, replicas)
     manifest = types.SimpleNamespace(classes=range(classes), train=types.SimpleNamespace(examples=_EXAMPLES))

@@ -8,7 +8,8 @@ import keras
 from app import config as config_module
 from app import data as data_module
 from app import optimizers, run_dir, schedules
-from app.train import network, of_update, plan, rate
+from app.assembly import network, of_update, rate
+from app.plan import plan
 from cluster.tree import maximal_nodes
 
 _TENSORFLOW_MB = 850  # resident memory of a worker on Linux whose network and data are tiny (measured, CPU)

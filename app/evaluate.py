@@ -9,8 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from app import early, faults, report
+from app.assembly import compile_trainer, open_data, trainer
 from app.config import Config, UsageError
-from app.train import compile_trainer, open_data, trainer
 from cluster import spec
 
 

@@ -12,9 +12,9 @@ import time
 import tensorflow as tf
 
 from app import checkpoints, monitoring, run_dir
+from app.assembly import assemble, open_data
 from app.config import Config, UsageError
 from app.terminal import Terminal
-from app.train import assemble, open_data
 from cluster import checkpoint, lifeline
 
 _LOOK_EVERY_S = 1.0

@@ -8,8 +8,8 @@ import numpy as np
 import tensorflow as tf
 
 import cluster
+from app import assembly, initial
 from app import data as data_module
-from app import initial, train
 from app.config import Config, UsageError
 from app.replay import Replay
 from app.streams import EvaluationStreams, TrainingStreams
@@ -36,8 +36,8 @@ def replay(run, strategy) -> Replay | None:
     total_steps = config.steps or config.epochs * steps_per_epoch
     streams = _Streams(config, data)
     keras.utils.set_random_seed(config.seed % 2**32)  # of the initial weights, as when the run began
-    plain, model = train.assemble(config, data, strategy, total_steps)
-    initial.put(config, plain, None, lambda: train.network(config, data))
+    plain, model = assembly.assemble(config, data, strategy, total_steps)
+    initial.put(config, plain, None, lambda: assembly.network(config, data))
     evaluation = streams.held_out if data.evaluation else None
     return Replay(model, streams.training, evaluation=evaluation, reseeded=streams.reseeded, repainted=streams.repainted)
 

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 import platform
-import shlex
 import time
 
 import keras
@@ -13,15 +12,15 @@ import numpy as np
 import tensorflow as tf
 
 import app
-from app import against, checkpoints, faults, initial, monitoring, optimizers, run_dir, schedules, seam
+from app import against, checkpoints, faults, initial, monitoring, run_dir, seam
 from app import config as config_module
-from app import data as data_module
+from app.assembly import assemble, network, of_update, open_data
 from app.callbacks import EvaluateAt, Profile, Skipped, Staleness
+from app.plan import plan, summary
 from app.randomness import Keyed
 from app.terminal import Progress, Terminal, logged
-from cluster import Trainer, checkpoint, fingerprint, global_batch_norm, lifeline, parameter_servers, spec, wishes
-from cluster.agreement import agree, bytes_from_chief, from_chief
-from models import ModelError, build
+from cluster import checkpoint, fingerprint, global_batch_norm, lifeline, parameter_servers, spec, wishes
+from cluster.agreement import bytes_from_chief, from_chief
 
 FINGERPRINTS = "fingerprints.jsonl"
 
@@ -84,15 +83,9 @@ def _train(config, strategy, callbacks, me, own):
     terminal.say(f"{plain.count_params():,} parameters; tracing the first step")
 
     lines = resume.facts["lines"] if resume else {}
-    sinks = [Progress(terminal, steps_per_epoch, epochs, total_steps, of_update(config).global_batch_size)]
+    progress = Progress(terminal, steps_per_epoch, epochs, total_steps, of_update(config).global_batch_size)
     files = monitoring.MetricsFiles(config.run_dir, config.log_every_steps, lines) if chief else None
-    sinks += [files] if files else []
-    if config.tensorboard:
-        sinks.append(monitoring.WorkerEvents(own, config.log_every_steps))
-        if chief:
-            text = {"configuration": "\n".join(f"    {line}" for line in json.dumps(record, indent=2).splitlines())}
-            sinks.append(monitoring.TrainEvents(config.run_dir, config.log_every_steps, {} if resume else text))
-    monitor = monitoring.Monitor(sinks, of_update(config).global_batch_size)
+    monitor = _monitor(config, own, [progress, *([files] if files else [])], None if resume else record, chief)
     started = time.monotonic()
     steps = [int(step) for step in config.eval_at_steps.split(",") if step]
     fingerprints, every = None, recorded.every if recorded else config.fingerprint_every
@@ -153,169 +146,37 @@ def _train(config, strategy, callbacks, me, own):
 
     path = os.path.join(config.run_dir, "model.keras")
     model.save(path)
-    history = history.history
-    found = {"sha256": fingerprint.run_sha256(model, history), "steps": model.step, "first_step": first_step + 1}
+    found = {"sha256": fingerprint.run_sha256(model, history.history), "steps": model.step, "first_step": first_step + 1}
     found |= {"replicas": serving or replicas, "fit_seconds": seconds, "seconds": time.monotonic() - began}
     found |= {"parameters": plain.count_params(), "skipped_steps": skipped.total}
     if staleness:
         found |= {"staleness_mean": staleness[0].mean, "staleness_max": staleness[0].largest}
-    found |= {name: values[-1] for name, values in history.items()}
-    found |= {f"val_{name}": value for name, value in averaged.items()}
-    if data.evaluation:
-        found |= {"best_epoch": int(np.argmax(history["val_top_1"])) + 1, "best_val_top_1": max(history["val_top_1"])}
-        found["examples"] = data.manifest.test.examples - len(data.manifest.test.bad)
+    found |= _numbers(history.history, averaged, data)
     if chief:
         run_dir.write(os.path.join(config.run_dir, "summary.json"), json.dumps(monitoring.plain(found), indent=2) + "\n")
     for line in [*summary(config, found), *([recorded.summary()] if recorded else [])]:
         terminal.result(line)
-    return {**found, "history": history}
+    return {**found, "history": history.history}
 
 
-def summary(config, found: dict):
-    """The lines at a run's end, from what summary.json holds."""
-    workers = f"{found['replicas']} {'worker' if found['replicas'] == 1 else 'workers'}"
-    steps = f"{found['steps']} steps" if found["first_step"] == 1 else f"steps {found['first_step']} to {found['steps']}"
-    if found["first_step"] > found["steps"]:
-        steps = "no step: only the end was missing,"
-    yield f"trained {steps} in {found['fit_seconds']:.1f} s on {workers}"
-    if config.asynchronous:
-        yield f"staleness: mean {found['staleness_mean']:.2f}, largest {found['staleness_max']} updates"
-    if found["skipped_steps"]:
-        yield f"skipped {found['skipped_steps']} of them: the loss scale was too large for their gradients"
-    if "val_top_1" in found:
-        right, of = round(found["val_top_1"] * found["examples"]), found["examples"]
-        best = f"best {found['best_val_top_1']:.4f} in epoch {found['best_epoch']}"
-        by = " by the averaged weights" if config.ema else ""
-        yield f"held out: {right:,} of {of:,} right{by}, top-1 {found['val_top_1']:.4f} ({best})"
-    yield f"saved   {config.run_dir}: model.keras, config.json, metrics.jsonl, metrics.csv, summary.json"
-    flag = shlex.quote(f"--run_dir={config.run_dir}")
-    yield f"next    ./run.sh evaluate {flag}    ./run.sh tensorboard {flag}"
-    same = ": the same for any number of workers" if config.identical and not config.asynchronous else ""
-    yield f"sha256  {found['sha256']}  (weights, optimizer, metrics{same})"
+def _monitor(config, own, sinks, record, chief) -> monitoring.Monitor:
+    """What tells the `sinks` of the run, and TensorBoard; with the configuration as its text, if `record` is given."""
+    if config.tensorboard:
+        sinks = [*sinks, monitoring.WorkerEvents(own, config.log_every_steps)]
+        if chief:
+            lines = json.dumps(record, indent=2).splitlines()
+            text = {"configuration": "\n".join(f"    {line}" for line in lines)} if record else {}
+            sinks.append(monitoring.TrainEvents(config.run_dir, config.log_every_steps, text))
+    return monitoring.Monitor(sinks, of_update(config).global_batch_size)
 
 
-def open_data(config, strategy, me, say, first_step=0, **facts) -> data_module.Data:
-    """The data of a run, checked; and the workers' agreement on it, on the configuration, and on further `facts`.
-
-    Training begins with the batch after `first_step` steps.
-
-    Raises:
-      UsageError, faults.DataFault, cluster.spec.ClusterError: each in one line.
-    """
-    replicas = strategy.num_replicas_in_sync
-    what = "{} replicas (workers times the GPUs of each)"
-    if problem := config_module.batch_problem(config.global_batch_size, config.logical_replicas, replicas, what):
-        raise config_module.UsageError(problem)
-    data = data_module.load(config, say, first_step)
-    agree(me, {**config.shared_fields(), "data manifest": data.manifest.digest(), **facts})
-    return data
-
-
-def assemble(config, data, strategy, total_steps):
-    """The plain model, and the trainer around it, compiled. Raises UsageError."""
-    config = of_update(config)
-    keras.config.set_dtype_policy(config.dtype)
-    schedule = rate(config, data, total_steps)
-    with strategy.scope():
-        plain = network(config, data)
-        model = trainer(config, plain)
-        optimizers.regularize(plain, config)
-        optimizer = optimizers.make(config, schedule, plain)
-        compile_trainer(model, optimizer, config, len(data.manifest.classes), schedule=None if schedule.constant else schedule)
-    return plain, model
-
-
-def of_update(config: config_module.Config) -> config_module.Config:
-    """The configuration with the batch of one update: with --asynchronous that is a logical replica's."""
-    if not config.asynchronous:
-        return config
-    return dataclasses.replace(config, global_batch_size=config.replica_batch_size, logical_replicas=1)
-
-
-def rate(config, data, total_steps) -> schedules.Schedule:
-    """The schedule of the learning rate. Raises UsageError."""
-    try:
-        return schedules.make(config, data.manifest.train.examples, total_steps)
-    except ValueError as error:
-        raise config_module.UsageError(str(error)) from None
-
-
-def network(config, data):
-    """The plain model. Raises UsageError."""
-    try:
-        return build(config.model, data.image_shape, len(data.manifest.classes))
-    except ModelError as error:  # what a user's function raises is theirs to see, with its traceback
-        raise config_module.UsageError(f"--model={config.model}: {str(error).removeprefix(f'{config.model}: ')}") from None
-
-
-def trainer(config, plain) -> Trainer:
-    """The plain model wrapped for the run; to be called under the strategy's scope. Raises UsageError."""
-    shape = config.global_batch_size, config.logical_replicas
-    try:
-        return Trainer(
-            plain, *shape, config.seed, config.identical, config.communication, config.batch_norm, config.asynchronous
-        )
-    except global_batch_norm.Refused as error:
-        raise config_module.UsageError(f"--batch_norm={config.batch_norm}: {error}") from None
-
-
-def compile_trainer(model, optimizer, config, classes, metrics=(), schedule=None):
-    """Cross entropy of logits; top-1, and top-5 where there are more than five classes.
-
-    With label smoothing (Szegedy et al. 2016, section 7) the labels are one-hot: see `data.load`.
-    """
-    if config.label_smoothing:
-        loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=config.label_smoothing)
-        top_1, top_5 = keras.metrics.CategoricalAccuracy, keras.metrics.TopKCategoricalAccuracy
-    else:
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        top_1, top_5 = keras.metrics.SparseCategoricalAccuracy, keras.metrics.SparseTopKCategoricalAccuracy
-    accuracies = [top_1(name="top_1"), *([top_5(k=5, name="top_5")] if classes > 5 else [])]
-    model.compile(
-        optimizer,
-        loss,
-        metrics=[*accuracies, *metrics],
-        jit_compile=config.jit_compile,
-        steps_per_execution=config.steps_per_execution,
-        auto_scale_loss=not config.loss_scale,
-        schedule=schedule,
-    )
-
-
-def plan(config, data, replicas, steps_per_epoch, epochs, serving=0):
-    """What is going to be done, in lines; every quantity that was derived is said.
-
-    Args:
-      serving: workers that compute for a coordinator; 0: each of the `replicas` has its share.
-    """
-    train, held_out = data.manifest.train, data.manifest.test
-    yield (
-        f"{config.model} on {config.dataset}: {train.examples:,} examples in {len(train.shards)} shards "
-        f"to train with, {held_out.examples:,} held out"
-    )
-    workers = f"{replicas} {'worker' if replicas == 1 else 'workers'}"
-    share = f"{config.logical_replicas // replicas} on each of {workers}"
-    if serving:
-        share = f"each by whichever of {serving} {'worker' if serving == 1 else 'workers'} is free"
-    yield (
-        f"global batch {config.global_batch_size} = {config.logical_replicas} logical replicas x {config.replica_batch_size}; "
-        f"{share}"
-    )
-    if config.asynchronous:
-        yield (
-            f"asynchronous: an update for each {config.replica_batch_size} examples, in the order in which gradients come: no "
-            "two runs are the same"
-        )
-    if config.batch_norm == "global":
-        yield f"batch normalisation over the whole batch of {config.global_batch_size}: one pass of each worker's examples"
-    threads = f"{config.intra_op_threads} intra-op {'thread' if config.intra_op_threads == 1 else 'threads'}"
-    an_epoch = f"{steps_per_epoch} steps (round({train.examples:,} / {of_update(config).global_batch_size}))"
-    yield (f"{epochs} epoch{'s' * (epochs > 1)} of {an_epoch}; {threads} a worker (part of the run: the bits follow it)")
-    if config.global_batch_size > train.examples:
-        yield (
-            f"warning: --global_batch_size={config.global_batch_size} is more than the {train.examples:,} training examples: a "
-            "step sees some of them more than once"
-        )
+def _numbers(history, averaged, data) -> dict:
+    """The final numbers by their names in summary.json: of Keras's `history`, and of the `averaged` weights, if there are."""
+    found = {name: values[-1] for name, values in history.items()} | {f"val_{k}": value for k, value in averaged.items()}
+    if data.evaluation:
+        found |= {"best_epoch": int(np.argmax(history["val_top_1"])) + 1, "best_val_top_1": max(history["val_top_1"])}
+        found["examples"] = data.manifest.test.examples - len(data.manifest.test.bad)
+    return found
 
 
 def configuration(config, manifest, replicas, me) -> dict:

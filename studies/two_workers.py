@@ -11,7 +11,7 @@ One worker with a global batch of 2b against two workers with b each, at an equa
     same    the same examples alone: the workers' gradients are averaged
     two     Lockstep
 
-The faults live here: in the processes of a faulty variant, two functions of `app.train` are replaced. All else is the product.
+The faults live here: in the processes of a faulty variant, two functions of the program are replaced. All else is the product.
 """
 
 import dataclasses
@@ -146,11 +146,12 @@ def worker(variant: str, arguments: list[str]):
     """This process's part of a variant; ends the process."""
     with quiet.hushed():
         import app.train as training
+        from app import assembly
         from cluster import runtime
 
     settings, _ = command_line.parse(arguments)
     if "sum" in FAULTS.get(variant, ()):
-        training.trainer = _summing_trainer
+        assembly.trainer = _summing_trainer
     if "same" in FAULTS.get(variant, ()):
         opened = training.open_data
         training.open_data = lambda *given, **facts: _with_the_same_examples(opened(*given, **facts))

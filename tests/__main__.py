@@ -1,6 +1,6 @@
-"""Runs the tests: first those of one process, side by side; then those with real processes, one after the other.
+"""Runs the tests: those of one process side by side; those with real processes two at a time; those with deadlines alone.
 
-The latter measure deadlines and use all cores themselves. Paths and `-k` run just that, in one go: python -m tests -k tree
+Paths and `-k` run just that, in one go: python -m tests -k tree
 """
 
 import os
@@ -13,9 +13,12 @@ def main(arguments: list[str]) -> int:
     pytest = [sys.executable, "-m", "pytest", *arguments]
     if not all(argument.startswith("--") for argument in arguments):
         return subprocess.run(pytest).returncode
-    workers = ["-n", str(min(4, os.cpu_count() or 1)), "--dist=worksteal"]
-    side_by_side = subprocess.run([*pytest, "-m", "not processes", *workers]).returncode
-    return max(side_by_side, subprocess.run([*pytest, "-m", "processes"]).returncode)
+    parts = (
+        ["-m", "not processes and not alone", "-n", str(min(4, os.cpu_count() or 1)), "--dist=worksteal"],
+        ["-m", "processes and not alone", "-n", "2", "--dist=loadgroup"],
+        ["-m", "alone"],
+    )
+    return max(subprocess.run([*pytest, *part]).returncode for part in parts)
 
 
 if __name__ == "__main__":

@@ -28,33 +28,29 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "soak: long; runs with --soak")
-    config.addinivalue_line("markers", "processes: starts real processes, or measures time; runs alone")
+    config.addinivalue_line("markers", "processes: starts real processes; runs beside one other such test at most")
+    config.addinivalue_line("markers", "alone: measures deadlines, or leaves no core free; runs when nothing else does")
 
 
-# Files of tests that start processes and wait for them with a deadline: `python -m tests` runs them one after the other.
+# Files of tests, by how `python -m tests` runs them; all others run side by side.
 PROCESSES = (
-    *("benchmark", "clusters_doc", "config", "digits", "doctor", "drift", "evaluator", "faults", "identity", "launcher"),
-    *(
-        "monitoring",
-        "parameter_servers",
-        "preflight",
-        "reliability",
-        "rendezvous",
-        "restarts",
-        "run_dir",
-        "sets",
-        "study",
-        "terminal",
-        "verify",
-    ),
+    *("benchmark", "config", "digits", "doctor", "drift", "evaluator", "faults", "identity", "monitoring"),
+    *("parameter_servers", "run_dir", "sets", "study", "verify"),
 )
+ALONE = ("clusters_doc", "launcher", "preflight", "reliability", "rendezvous", "restarts", "terminal")
+# Files that look at the same training runs: these are made once, in one process of pytest-xdist.
+SHARED = {"digits": "main_job", "monitoring": "main_job", "run_dir": "main_job", "drift": "clusters", "identity": "clusters"}
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config, items):
     for item in items:
-        if item.path.stem.removeprefix("test_") in PROCESSES:
+        name = item.path.stem.removeprefix("test_")
+        if name in PROCESSES:
             item.add_marker(pytest.mark.processes)
+            item.add_marker(pytest.mark.xdist_group(SHARED.get(name, name)))
+        if name in ALONE:
+            item.add_marker(pytest.mark.alone)
     if not config.getoption("--soak"):
         for item in items:
             if item.get_closest_marker("soak"):

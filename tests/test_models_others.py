@@ -61,8 +61,8 @@ def test_what_a_function_of_the_user_raises_is_passed_on(symbolic, theirs):
 
 
 def test_training_shows_a_mistake_of_the_user_as_it_is_and_a_refusal_as_one_line(theirs):
+    from app.assembly import network
     from app.config import Config, UsageError
-    from app.train import network
 
     data = types.SimpleNamespace(image_shape=(8, 8, 3), manifest=types.SimpleNamespace(classes=("a", "b")))
     with pytest.raises(ValueError, match="^my own mistake$") as error:
