@@ -6,7 +6,6 @@ their gradients read them once each. It is the same normalisation (Ioffe and Sze
 
 import contextlib
 import functools
-import math
 
 import keras
 import tensorflow as tf
@@ -30,9 +29,8 @@ def fused(model):
 
 def _call(layer, inputs, training=None, mask=None):
     """As the layer's own `call`: the normalised inputs; updates the moving statistics."""
-    entries = math.prod(inputs.shape[:3]) if inputs.shape.rank == 4 and None not in inputs.shape else 0
-    fits = entries > 1 and layer.axis in (-1, 3) and mask is None and inputs.dtype != tf.float64
-    if not (training and layer.trainable and fits):
+    of_images = inputs.shape.rank == 4 and layer.axis in (-1, 3)
+    if not (training and layer.trainable and of_images and mask is None and inputs.dtype != tf.float64):
         return type(layer).call(layer, inputs, training=training, mask=mask)
     inputs, shape = _float32(inputs), inputs.shape[3:]  # as Keras does, for any type
     outputs, mean, unbiased, *_ = tf.raw_ops.FusedBatchNormV3(
@@ -45,6 +43,7 @@ def _call(layer, inputs, training=None, mask=None):
         exponential_avg_factor=1.0,
         is_training=True,
     )
+    entries = _float32(tf.size(inputs) // shape[0])
     variance = unbiased * ((entries - 1) / entries)  # Keras keeps the biased one
     for moving, of_batch in ((layer.moving_mean, mean), (layer.moving_variance, variance)):
         moving.assign(_float32(moving) * layer.momentum + of_batch * (1 - layer.momentum))

@@ -29,7 +29,7 @@ class ReplicaPass:
     def __init__(self, trainer, element_spec, training, jit_compile=False, totals=None):
         self._trainer = trainer
         self._model = trainer.model
-        self._training = training
+        self.training = training
         self.batch_size = tf.nest.flatten(element_spec)[0].shape[0]
         model = self._model
         self.weights = model.trainable_variables
@@ -79,14 +79,14 @@ class ReplicaPass:
             tf.GradientTape(watch_accessed_variables=False) as tape,
         ):
             tape.watch(weights)
-            mode = {"training": self._training} if self._model._call_has_training_arg else {}
+            mode = {"training": self.training} if self._model._call_has_training_arg else {}
             y_pred, after, extra_losses = self._model.stateless_call(weights, before, x, return_losses=True, **mode)
             loss = losses.total(trainer, y, y_pred, sample_weight, extra_losses)
             scaled_loss = loss * tf.cast(loss_scale, loss.dtype)
             trainer._loss_tracker.update_state(loss, sample_weight=tf.shape(tf.nest.flatten(x)[0])[0])
             trainer.compute_metrics(x, y, y_pred, sample_weight)
         sums = [scope.get_current_value(v) for v in metric_variables]
-        if not self._training:
+        if not self.training:
             return sums
         gradients = tape.gradient(scaled_loss, weights)
         after = {id(v): value for v, value in zip(self._model.non_trainable_variables, after, strict=True)}
@@ -126,7 +126,7 @@ def layer_keys(seed: int, step: tf.Tensor, logical_replica: tf.Tensor, seeds) ->
     return tf.unstack(states)
 
 
-def node_sum(one_pass, start: int, size: int, output_specs) -> list[tf.Tensor]:
+def node_sum(one_pass, start: int, size: int, output_specs, last_apart=False) -> list[tf.Tensor]:
     """The sum of the passes of the tree node (start, size), in the order of the tree.
 
     One `tf.while_loop` over the leaves with a stack of partial sums, one a level, that works as a binary counter: a leaf
@@ -137,6 +137,8 @@ def node_sum(one_pass, start: int, size: int, output_specs) -> list[tf.Tensor]:
       one_pass: maps a logical replica (an int or a scalar int32 tensor) to its list of tensors.
       start, size: the node; size is a power of two.
       output_specs: the tf.TensorSpecs of that list.
+      last_apart: the last leaf comes after the loop, in a pass of its own: each tensor of the sum is there as soon as that pass
+        has it, and can be on its way while the pass goes on. (A loop gives all of them at its end.)
     """
     if size == 1:
         return one_pass(start)
@@ -154,5 +156,12 @@ def node_sum(one_pass, start: int, size: int, output_specs) -> list[tf.Tensor]:
         return leaf + 1, stack
 
     loop_variables = (tf.constant(0), [empty] * levels)
-    _, stack = tf.while_loop(lambda leaf, _: leaf < size, body, loop_variables, parallel_iterations=1)
-    return stack[-1]
+    leaves = size - 1 if last_apart else size
+    _, stack = tf.while_loop(lambda leaf, _: leaf < leaves, body, loop_variables, parallel_iterations=1)
+    if not last_apart:
+        return stack[-1]
+    with tf.control_dependencies(stack[0]):  # one pass at a time: the activations of two would need twice the memory
+        value = one_pass(start + leaves)
+    for left in stack[:-1]:  # before the last leaf all levels below the root's are occupied
+        value = reduction.add_lists(left, value)
+    return value

@@ -229,7 +229,8 @@ class Step:
 
         nodes = reduction.nodes(replica)
         wishes = [wish] + [tf.zeros_like(wish)] * (len(nodes) - 1)
-        sums = [node_sum(of_leaf, *node, output_specs) for node in nodes]
+        overlaps = one_pass.training and reduction.replicas > 1  # what is reduced while the last pass goes on
+        sums = [node_sum(of_leaf, *node, output_specs, overlaps and node == nodes[-1]) for node in nodes]
         return reduction(replica, [[*of_node, one] for of_node, one in zip(sums, wishes, strict=True)])
 
     def loss_scale(self):

@@ -83,7 +83,8 @@ class _Stop:
     """A reduction that ends the step where it would begin."""
 
     def __init__(self, reduction):
-        self.block, self.leaves, self.passes, self.nodes = reduction.block, reduction.leaves, reduction.passes, reduction.nodes
+        for name in ("block", "leaves", "nodes", "passes", "replicas"):
+            setattr(self, name, getattr(reduction, name))
 
     def __call__(self, replica, sums):
         raise _Reached(sums)

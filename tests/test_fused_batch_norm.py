@@ -10,13 +10,13 @@ IMAGES, WEIGHTS = RNG.normal(3, 2, (6, 4, 5, 3)), RNG.normal(0, 1, (6, 4, 5, 3))
 EPSILON, MOMENTUM = 1 / 64, 7 / 8
 
 
-def trained(tensorflow, layer, images, context, **arguments):
+def trained(tensorflow, layer, images, context, batch=None, **arguments):
     """Output, moving mean and variance, and the gradients of sum(WEIGHTS * output) by images, gamma, beta."""
     tf = tensorflow
     layer.build(images.shape)
     weights = tf.cast(WEIGHTS.reshape(images.shape), layer.variable_dtype)
 
-    @tf.function(autograph=False)
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([batch, *images.shape[1:]], layer.compute_dtype)])
     def run(x):
         with tf.GradientTape() as tape:
             tape.watch(x)
@@ -74,7 +74,7 @@ def test_without_scale_or_offset_it_has_one_gradient_less(tensorflow, without):
         np.testing.assert_allclose(one, other, rtol=3e-6, atol=3e-6 * abs(other).max())
 
 
-@pytest.mark.parametrize("case", ["vectors", "float64", "channels first", "mask", "frozen", "renorm", "one entry"])
+@pytest.mark.parametrize("case", ["vectors", "float64", "channels first", "mask", "frozen", "renorm"])
 def test_what_the_operation_cannot_do_is_kerass_own_to_the_last_bit(tensorflow, case):
     import keras
 
@@ -84,10 +84,28 @@ def test_what_the_operation_cannot_do_is_kerass_own_to_the_last_bit(tensorflow, 
         made.trainable = case != "frozen"
         return made
 
-    images = {"vectors": IMAGES.reshape(-1, 3), "one entry": IMAGES.reshape(1, 1, 1, -1)}.get(case, IMAGES)
+    images = IMAGES.reshape(-1, 3) if case == "vectors" else IMAGES
     arguments = {"mask": tensorflow.constant(RNG.random((6, 4, 5)) < 0.7)} if case == "mask" else {}
     own = trained(tensorflow, layer(), images, contextlib.nullcontext(), **arguments)
     for one, other in zip(fused(tensorflow, layer(), images, **arguments), own, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_batch_of_one_entry_has_no_variance(tensorflow):
+    import keras
+
+    images = IMAGES.reshape(1, 1, 1, -1)
+    output, mean, variance, *_ = fused(tensorflow, keras.layers.BatchNormalization(momentum=MOMENTUM), images)
+    np.testing.assert_array_equal(output, np.zeros(images.shape))
+    np.testing.assert_allclose(mean, (1 - MOMENTUM) * images.ravel(), rtol=3e-7)
+    np.testing.assert_array_equal(variance, np.full(images.size, MOMENTUM))
+
+
+def test_a_pass_of_any_batch_gives_the_bits_of_a_pass_of_one_size(tensorflow):
+    import keras
+
+    whole, any_size = (fused(tensorflow, keras.layers.BatchNormalization(), IMAGES, batch=batch) for batch in (6, None))
+    for one, other in zip(whole, any_size, strict=True):
         np.testing.assert_array_equal(one, other)
 
 

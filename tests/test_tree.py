@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from cluster import tree
@@ -45,3 +46,20 @@ def test_a_block_is_cut_into_its_maximal_nodes(block, nodes):
 )
 def test_k_defaults_to_the_largest_power_of_two_that_leaves_32_examples(batch, replicas):
     assert tree.default_logical_replicas(batch) == replicas
+
+
+@pytest.mark.parametrize("last_apart", [False, True])
+@pytest.mark.parametrize(("start", "size"), [(3, 1), (2, 2), (4, 4), (8, 8)])
+def test_passes_are_added_in_the_order_of_the_tree_each_once(tensorflow, start, size, last_apart):
+    from cluster.replica_pass import node_sum
+
+    tf = tensorflow
+    leaves = np.random.default_rng(0).normal(0, 1e3, (16, 5)).astype(np.float32)
+    specs = [tf.TensorSpec([5], tf.float32), tf.TensorSpec([], tf.int32)]
+    one_pass = lambda k: [tf.gather(tf.constant(leaves), k), tf.cast(2 ** (k - start), tf.int32)]  # noqa: E731
+    total, once_each = tf.function(lambda: node_sum(one_pass, start, size, specs, last_apart))()
+    level = list(leaves[start : start + size])
+    while len(level) > 1:
+        level = [left + right for left, right in zip(level[::2], level[1::2], strict=True)]
+    np.testing.assert_array_equal(total, level[0])
+    assert once_each == 2**size - 1
