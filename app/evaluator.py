@@ -30,7 +30,8 @@ def follow(config: Config, strategy) -> int:
     Returns:
       How many it has evaluated, those of an earlier start included.
     Raises:
-      UsageError: if nothing is held out; or if nothing has happened for --evaluator_timeout_min.
+      UsageError: if nothing is held out; if the directory holds another run; or if nothing has happened for
+        --evaluator_timeout_min.
     """
     terminal = Terminal(quiet=config.quiet)
     data = open_data(config, strategy, None, terminal.say)
@@ -71,9 +72,14 @@ def _steps_in(path):
 def _states(config, done, say):
     """Yields the checkpoints that are not `done`, the oldest first, as they come; ends with the run."""
     news, told = time.monotonic(), time.monotonic()
+    known = False
     while True:
         ended = tf.io.gfile.exists(os.path.join(config.run_dir, "summary.json"))  # asked first: nothing comes after it
-        for step, name in reversed(checkpoints.listed(os.path.join(config.run_dir, "checkpoints"))):
+        listed = checkpoints.listed(os.path.join(config.run_dir, "checkpoints"))
+        if listed and not known:
+            run_dir.finished(config)  # raises if they are another run's
+            known = True
+        for step, name in reversed(listed):
             if step not in done and (state := _read(os.path.join(config.run_dir, "checkpoints", name), say)):
                 yield state
                 news = told = time.monotonic()

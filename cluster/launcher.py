@@ -148,6 +148,8 @@ def _wait(processes, wanted, spare) -> tuple[int, int]:
         if deadline and time.monotonic() > deadline:
             still = [number for number, status in enumerate(statuses) if status is None]
             _say(f"workers {still} did not end with the others; ending them")
+            if spare.is_needed and statuses[0] is not None:
+                return statuses[0], 0
             return max([status for status in statuses if status] or [1]), len(still)
         time.sleep(0.05)
 

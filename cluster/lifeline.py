@@ -5,8 +5,8 @@ never. So every worker holds a connection to the chief, which the kernel closes 
 second what it does. A worker that gives no sign of life for `timeout_s`, whatever it does, ends all. The connection goes to
 the chief's own address, at a port that the system chooses; what it carries is text that is only shown.
 
-With parameter servers the chief coordinates: it goes on without a worker that ends, ends with a parameter server that does, and
-tells all how to end; another process's wish to stop comes to it this way.
+With parameter servers the chief coordinates: it goes on without a worker that ends or hangs, ends with a parameter server that
+does, and tells all how to end; another process's wish to stop comes to it this way.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from cluster import agreement, wishes
 
 _EVERY_S = 1.0
 _VERDICT_S = 5.0
+_HUNG_S = 10.0  # after so long without a sign a coordinator says that it does without a worker (see remote_work.py)
 _ALONE_S = 60.0  # so long a coordinator waits for a worker to come back when it has none
 _doing, _since = None, time.monotonic()
 
@@ -144,7 +145,7 @@ class Lifeline:
 
     def _lost(self, peer):
         what = f"{peer['name']} ({peer['address']}) has ended without a word"
-        if not (self._me.is_chief and self._me.is_worker(peer.get("number", 0))):
+        if not self._does_without(peer):
             self._over(what)
         elif not self._leaving:
             print(f"{what}: the others do its work, and it may come back", file=sys.stderr, flush=True)
@@ -158,7 +159,7 @@ class Lifeline:
         if "ended" in said and self._me.number and self._me.ps:
             self._leaving = True
             self._end(said["ended"])
-        if "failed" in said and self._me.is_chief and self._me.is_worker(peer.get("number", 0)):
+        if "failed" in said and self._does_without(peer):
             print(f"{peer['name']} has failed: {said['failed']}", file=sys.stderr, flush=True)
         elif "failed" in said:
             peer["bye"] = True
@@ -180,8 +181,20 @@ class Lifeline:
     def _look_for_silence(self, longest):
         for peer in list(self._peers.values()):
             silent = time.monotonic() - peer["heard"]
-            if peer["name"] and not peer["bye"] and silent > longest:
-                self._over(f"{peer['name']} ({peer['address']}) has given no sign of life for {silent:.0f} s, {_shown(peer)}")
+            name = f"{peer['name']} ({peer['address']})"
+            if not peer["name"] or peer["bye"]:
+                continue
+            if not self._does_without(peer):
+                if silent > longest:
+                    self._over(f"{name} has given no sign of life for {silent:.0f} s, {_shown(peer)}")
+            elif peer.get("hung", False) != (silent > _HUNG_S):
+                peer["hung"] = silent > _HUNG_S
+                says = f"no sign of life for {silent:.0f} s: the others do its work" if peer["hung"] else "signs of life again"
+                print(f"{name} gives {says}", file=sys.stderr, flush=True)
+
+    def _does_without(self, peer):
+        """A coordinator does without a worker."""
+        return self._me.is_chief and self._me.is_worker(peer.get("number", 0))
 
     def _look_for_workers(self):
         """A coordinator without workers ends after a while, unless one that has come back brings it on."""

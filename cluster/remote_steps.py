@@ -20,7 +20,7 @@ from tensorflow.python.distribute import input_lib
 
 from cluster import tree, wishes
 from cluster.reduction import add_lists
-from cluster.remote_work import Packed, Workers, read, size
+from cluster.remote_work import Packed, Workers, outcome, read, size
 
 _AHEAD = 2  # units that are asked for before they are needed, for each worker
 
@@ -140,14 +140,14 @@ class RemoteSteps:
             if self._outstanding and wishes.mine[wishes.STOP]:
                 break
             result = self._workers.ask(unit, self._next, 0)
-            threading.Thread(target=lambda result=result: self._arrived.put(_outcome(result)), daemon=True).start()
+            threading.Thread(target=lambda result=result: self._arrived.put(outcome(result)), daemon=True).start()
             self._next, self._outstanding = self._next + 1, self._outstanding + 1
-        outcome = self._arrived.get()
-        if isinstance(outcome, Exception):
-            raise outcome
+        found = self._arrived.get()
+        if isinstance(found, Exception):
+            raise found
         self._outstanding -= 1
-        *vectors, version = outcome
-        self._came += size(outcome)
+        *vectors, version = found
+        self._came += size(found)
         return vectors, int(self._trainer.optimizer.iterations.numpy()) - int(version)
 
     def _training(self, observed):
@@ -250,10 +250,3 @@ def _traced(unit, numbers):
 
 def _here(function):
     return tf.function(function, autograph=False)
-
-
-def _outcome(result):
-    try:
-        return result()
-    except Exception as error:
-        return error

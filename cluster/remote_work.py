@@ -1,12 +1,22 @@
 """What a coordinator asks of workers, and how little travels: results in one vector a type, weights in one message a ps."""
 
 import collections
+import queue
+import statistics
+import threading
+import time
 
 import tensorflow as tf
+
+_PATIENCE_S = 10.0  # and 4 times what units take: then one is asked for again
 
 
 class Workers:
     """Asks the workers of a ParameterServerStrategy for what functions give.
+
+    TensorFlow gives a unit to another worker when its own has died, but waits forever for one that hangs. So what does not come
+    is asked for again, and the first answer is taken: all are the same. Before a function's first answer, which traces, and
+    without other workers that helps nobody, and the lifeline's --step_timeout_s ends the run.
 
     Args:
       strategy: the strategy.
@@ -15,10 +25,47 @@ class Workers:
     def __init__(self, strategy):
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         self.count = strategy._num_workers
+        self._took = collections.defaultdict(lambda: collections.deque(maxlen=20))  # seconds, by function
 
     def ask(self, function, *numbers):
         """Begins; the function of no arguments that is returned waits for the result, a list of tensors."""
-        return self._coordinator.schedule(function, args=tuple(tf.constant(n, tf.int64) for n in numbers)).get
+        arguments = tuple(tf.constant(n, tf.int64) for n in numbers)
+        answers, took = queue.SimpleQueue(), self._took[function]
+
+        def once():
+            value, began = self._coordinator.schedule(function, args=arguments), time.monotonic()
+            waits = lambda: answers.put((outcome(value.get), time.monotonic() - began))  # noqa: E731
+            threading.Thread(target=waits, daemon=True).start()
+
+        def result():
+            while True:
+                try:
+                    found, seconds = answers.get(timeout=max(_PATIENCE_S, 4 * statistics.median(took)) if took else None)
+                except queue.Empty:
+                    once()
+                    continue
+                if not isinstance(found, Exception):
+                    took.append(seconds)
+                    return found
+                if not _died(found):
+                    raise found
+                once()
+
+        once()
+        return result
+
+
+def outcome(function):
+    """What a function of no arguments returns, or the exception that it raises."""
+    try:
+        return function()
+    except Exception as error:
+        return error
+
+
+def _died(error):
+    """Whether a worker died between its result and the copying of it: TensorFlow tells that to whoever waits for the result."""
+    return isinstance(error, tf.errors.UnavailableError) and "/job:worker" in str(error) and "/job:ps" not in str(error)
 
 
 def size(tensors) -> int:

@@ -226,6 +226,8 @@ def _task_problems(task, cluster):
     elif job in JOBS:
         if "chief" in cluster or "worker" in cluster:  # otherwise the cluster's problem has been told
             yield f"TF_CONFIG task type is '{job}', but the cluster has {_names(cluster)}; use one of these, or add '{job}'"
+    elif job == EVALUATOR:
+        yield "TF_CONFIG task type is 'evaluator', which follows a training's checkpoints and does nothing else: use `train`"
     else:
         yield f"TF_CONFIG task type is {_short(job)}, which is unknown: {_nearest(job)}"
 

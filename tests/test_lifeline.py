@@ -122,6 +122,20 @@ def test_a_coordinator_goes_on_without_a_worker_and_not_without_a_ps(cluster, ca
     assert f"error: ps 0 ({four.addresses[3]}) has ended without a word" in capfd.readouterr().err
 
 
+def test_a_coordinator_goes_on_without_a_worker_that_hangs_and_tells_when_it_wakes(cluster, monkeypatch, capfd):
+    monkeypatch.setattr(lifeline, "_HUNG_S", 1.5)
+    three = cluster(3, ps=1, timeout_s=2.5)
+    worker, signs = three.lines[1], three.lines[1]._send
+    monkeypatch.setattr(worker, "_send", lambda said: None)
+    time.sleep(4)
+    assert three.ends.empty()
+    monkeypatch.setattr(worker, "_send", signs)
+    time.sleep(2)
+    lines = capfd.readouterr().err.splitlines()
+    says = f"worker 0 ({three.addresses[1]}) gives "
+    assert lines == [says + "no sign of life for 2 s: the others do its work", says + "signs of life again"]
+
+
 def test_without_any_worker_a_coordinator_gives_up_after_a_while(cluster, monkeypatch, capfd):
     monkeypatch.setattr(lifeline, "_ALONE_S", 1.5)
     three = cluster(3, ps=1)

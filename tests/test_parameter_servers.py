@@ -7,7 +7,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -77,6 +79,30 @@ def _text(path):
     return path.read_text()
 
 
+def cpu_seconds(pid):
+    fields = _text(pathlib.Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def evaluator_beside(directory, *flags):
+    """The evaluator task of a cluster with parameter servers, which looks at their addresses at no time."""
+    cluster = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"], "evaluator": ["127.0.0.1:4"]}
+    tf_config = json.dumps({"cluster": cluster, "task": {"type": "evaluator", "index": 0}})
+    command = [sys.executable, "-m", "app", "train", f"--run_dir={directory}", *FLAGS, *flags]
+    environment = {**os.environ, "TF_CONFIG": tf_config}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def lines_of(directory, event):
+    return [line for line in map(json.loads, _text(directory / "metrics.jsonl").splitlines()) if line["event"] == event]
+
+
+def evaluations(directory):
+    """{step: what was found}, in the order of the file."""
+    names = ("loss", "top_1", "top_5", "examples")
+    return {line["step"]: [line[name] for name in names] for line in lines_of(directory, "evaluation")}
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """The sha256 of the runs below, of one process without parameter servers, by steps."""
@@ -114,10 +140,30 @@ def test_dead_workers_are_replaced_in_their_work_and_come_back_and_the_bits_are_
     assert processes_left() == []
 
 
+@pytest.mark.soak
+def test_a_worker_that_hangs_is_replaced_in_its_work_and_used_again_when_it_wakes(undisturbed, tmp_path):
+    steps = 250
+    start = Start(tmp_path / "run", f"--steps={steps}", "--workers=2", "--ps=1")
+    start.reach(24)  # an epoch, and its evaluation: what is traced later waits for every worker
+    worker = start.pid("worker", 1)
+    os.kill(worker, signal.SIGSTOP)
+    start.wait_for(lambda: "worker 1" in start.output() and "gives no sign of life for" in start.output())
+    start.reach(steps_of(start.directory)[-1] + 25)
+    before = cpu_seconds(worker)
+    os.kill(worker, signal.SIGCONT)
+    start.wait_for(lambda: "gives signs of life again" in start.output())
+    start.reach(steps_of(start.directory)[-1] + 50)
+    assert cpu_seconds(worker) > before + 0.5
+    assert start.end() == 0, start.output()
+    assert sha256(start.output()) == undisturbed(steps)[0]
+
+
 def test_a_run_that_is_stopped_and_loses_its_ps_and_its_coordinator_goes_on_in_either_kind_of_cluster(undisturbed, tmp_path):
+    """And an evaluator beside it follows the checkpoints of all its starts, each once, until the training has ended."""
     steps, directory = 90, tmp_path / "run"
-    flags = [f"--steps={steps}", "--checkpoint_every_steps=2"]
+    flags = [f"--steps={steps}", "--checkpoint_every_steps=2", f"--keep_checkpoints={steps}"]
     served = [*flags, "--workers=2", "--ps=1"]
+    evaluator = evaluator_beside(directory, *flags)
 
     start = Start(directory, *served)
     start.reach(3)
@@ -137,9 +183,20 @@ def test_a_run_that_is_stopped_and_loses_its_ps_and_its_coordinator_goes_on_in_e
         assert start.end(ENDED_S) == 137, start.output()
         assert re.search(line, start.output()), start.output()
         assert "resuming at step" in start.output()
-        assert processes_left() == []
+        assert len(processes_left()) == 1  # the evaluator
 
+    assert evaluator.poll() is None
     assert sha256(run_program("train", f"--run_dir={directory}", *served, *FLAGS)) == undisturbed(steps)[0]
+    says = evaluator.communicate(timeout=60)[0]
+    assert evaluator.returncode == 0, says
+    found, own = evaluations(directory / "evaluator"), evaluations(directory)
+    assert list(found) == sorted(int(path.stem[5:]) for path in (directory / "checkpoints").glob("step-*.npz"))
+    assert f"evaluated {len(found)} checkpoints" in says
+    assert max(found) == steps and set(range(2, steps, 2)) <= set(found)
+    assert {step: found[step] for step in own} == own  # the training's, after each epoch
+    assert sum(len(lines_of(d, "evaluation")) for d in (directory, directory / "evaluator")) == len(found) + len(own)
+    assert list((directory / "evaluator").glob("events.out.tfevents.*"))
+    assert processes_left() == []
 
 
 def test_servers_of_a_cluster_that_nobody_launched_end_by_themselves_when_the_coordinator_dies(tmp_path):
@@ -226,6 +283,54 @@ def test_what_is_packed_comes_out_as_it_was(tensorflow):
         np.testing.assert_array_equal(before, after)
 
 
+class Value:
+    """A result that is asked for; `gives` waits for it."""
+
+    def __init__(self, gives):
+        self.get = gives
+
+
+@pytest.fixture
+def workers(tensorflow, monkeypatch):
+    """`Workers` of a coordinator whose results are the functions in a list, one after another."""
+    from cluster import remote_work
+
+    monkeypatch.setattr(remote_work, "_PATIENCE_S", 0.2)
+
+    def make(*gives):
+        values = iter(gives)
+        coordinator = types.SimpleNamespace(schedule=lambda function, args: Value(next(values)))
+        monkeypatch.setattr(tensorflow.distribute.coordinator, "ClusterCoordinator", lambda strategy: coordinator)
+        return remote_work.Workers(types.SimpleNamespace(_num_workers=2))
+
+    return make
+
+
+def test_a_unit_that_does_not_come_is_asked_for_again_and_counts_once(workers):
+    wakes = threading.Event()
+    asks = workers(lambda: ["first"], wakes.wait, lambda: ["again"])
+    unit = object()
+    assert asks.ask(unit, 1)() == ["first"]
+    result = asks.ask(unit, 2)
+    assert result() == ["again"]
+    wakes.set()
+
+
+def test_a_unit_whose_worker_dies_while_its_result_is_copied_is_asked_for_again_and_other_errors_are_told(workers, tensorflow):
+    def fails(error):
+        def get():
+            raise error
+
+        return get
+
+    lost = tensorflow.errors.UnavailableError(None, None, "/job:worker/replica:0/task:1: failed to connect")
+    assert workers(fails(lost), fails(lost), lambda: ["again"]).ask(object(), 1)() == ["again"]
+    for message in ("/job:worker/task:1: from /job:ps/task:0", "a record is damaged"):
+        error = tensorflow.errors.UnavailableError(None, None, message)
+        with pytest.raises(type(error), match=message):
+            workers(fails(error)).ask(object(), 1)()
+
+
 def test_the_tree_takes_its_leaves_from_left_to_right():
     from cluster import tree
     from cluster.remote_steps import _Leaves
@@ -238,7 +343,6 @@ def test_the_tree_takes_its_leaves_from_left_to_right():
 
 def test_a_worker_knows_by_the_coordinators_address_whether_the_run_has_begun():
     import socket
-    import threading
 
     from cluster import latecomer, launcher, spec
 

@@ -79,6 +79,7 @@ def test_with_parameter_servers_the_chief_alone_runs_the_program_and_each_proces
         (config(["a:1"]), """'cluster' is ["a:1"]"""),
         (config(type="master"), "'master' is now 'chief'"),
         (config({"master": ["c:1"], **TWO}), "'master' is now 'chief'"),
+        (config(type="evaluator"), "task type is 'evaluator', which follows a training's checkpoints and does nothing else"),
         (config(type="ps"), "task type is 'ps', but the cluster has 'worker'; use one of these, or add 'ps'"),
         (config({"worker": ["a:1"], "ps": ["b:1"]}), "'ps' and no 'chief': with parameter servers the chief coordinates"),
         (config({"chief": ["a:1"], "ps": ["b:1"]}, type="chief"), "has 'ps' and no 'worker'"),
