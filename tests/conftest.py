@@ -46,6 +46,7 @@ PROCESSES = (
         "study",
         "terminal",
         "verify",
+        "watch_workers",
     ),
 )
 
