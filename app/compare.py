@@ -9,8 +9,9 @@ import json
 import math
 import os
 
-from app import compare_data, differences, evaluation_causes, hypotheses
+from app import by_worker, compare_data, differences, evaluation_causes, hypotheses
 from app.hypotheses import CAUSES
+from app.replay import NoState
 
 FITS = 1e-4  # of a tensor's norm: rounding in float32 stays below, within a step
 ROUNDING = 2e-5
@@ -44,11 +45,17 @@ class Cause:
       number: in hypotheses.CAUSES.
       evidence: what was done, and the numbers that show it.
       distance: of the replayed step from the recorded one, the largest over its tensors, relative; 0 for what needs no replay.
+      run: the one that is odd, 'B' as a rule; 'A' if run B's step is the proper one.
     """
 
     number: int
     evidence: str
     distance: float = 0.0
+    run: str = "B"
+
+    def __str__(self):
+        shown = f" (replayed: within {self.distance:.1e} of run {self.run})" if self.distance else ""
+        return f"{CAUSES[self.number]}: {'in run A, ' if self.run == 'A' else ''}{self.evidence}{shown}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +84,7 @@ class Finding:
         where = f"at step {self.step}" if self.step else "before the first step"
         lines = [f"the runs part {where}, in the stage: {self.stage} (recorded steps before that are the same: {self.same})"]
         lines += [f"first difference: {self.difference}"] if self.difference else []
-        for rank, cause in enumerate(self.causes):
-            label = "cause" if rank == 0 else "would fit as well"
-            shown = f" (replayed: within {cause.distance:.1e} of run B)" if cause.distance else ""
-            lines.append(f"{label}: {CAUSES[cause.number]}: {cause.evidence}{shown}")
+        lines += [f"{'would fit as well' if rank else 'cause'}: {cause}" for rank, cause in enumerate(self.causes)]
         if not self.causes:
             lines.append("cause: unknown")
         return "\n".join([*lines, *self.notes])
@@ -117,6 +121,8 @@ def compare(run_a: Run, run_b: Run, replay=None) -> Finding:
       run_a, run_b: see `read`.
       replay: a `Replay` of run A, or a function that makes one; None: causes that need a replay stay unknown.
     """
+    lines_a, lines_b = by_worker.shared(run_a.lines, run_b.lines)
+    run_a, run_b = dataclasses.replace(run_a, lines=lines_a), dataclasses.replace(run_b, lines=lines_b)
     notes, other_config = [], _configuration(run_a, run_b)
     if any(of != by for of, by in zip(*(_shapes(run) for run in (run_a, run_b)), strict=True)):
         return Finding(
@@ -124,8 +130,8 @@ def compare(run_a: Run, run_b: Run, replay=None) -> Finding:
         )
     step, difference, same, lines = _first(run_a, run_b)
     if difference is None:
-        causes = (Cause(11, "; ".join(other_config)),) if other_config else ()
-        return Finding(0 if causes else None, "configuration" if causes else None, None, causes, (), same)
+        causes, last = (Cause(11, "; ".join(other_config)),) if other_config else (), [run.lines[-1] for run in (run_a, run_b)]
+        return Finding(0 if causes else None, "configuration" if causes else None, None, causes, tuple(_drift(*last)), same)
     stage = _stage(difference, *lines)
     if by := [name for name, run in (("A", run_a), ("B", run_b)) if (run.config or {}).get("asynchronous")]:
         evidence = f"run {' and run '.join(by)} applied gradients in the order in which they came (--asynchronous)"
@@ -133,6 +139,7 @@ def compare(run_a: Run, run_b: Run, replay=None) -> Finding:
         notes.append("no two such runs are the same: leave --asynchronous out, or look at the spread over several")
         return Finding(step, "configuration" if other_config else stage, difference, (Cause(14, evidence),), tuple(notes), same)
     causes = list(_causes(run_a, run_b, step, stage, lines, replay, notes))
+    notes += _drift(*lines)
     if other_config:
         notes = [f"the configurations differ: {'; '.join(other_config)}", f"the numbers part in the stage: {stage}", *notes]
         stage, causes = "configuration", causes or [Cause(11, "; ".join(other_config))]
@@ -141,8 +148,6 @@ def compare(run_a: Run, run_b: Run, replay=None) -> Finding:
 
 def read(path: str) -> Run:
     """The run in a run directory, or in a file of fingerprints. Raises ValueError, OSError."""
-    from cluster import fingerprint
-
     directory = path if os.path.isdir(path) else os.path.dirname(path)
     file = os.path.join(path, "fingerprints.jsonl") if os.path.isdir(path) else path
     configured = os.path.join(directory, "config.json")
@@ -150,7 +155,7 @@ def read(path: str) -> Run:
     if os.path.basename(file) == "fingerprints.jsonl" and os.path.exists(configured):
         with open(configured) as opened:
             config = json.load(opened)
-    return Run(path, fingerprint.read(file), config, file)
+    return Run(path, by_worker.read(file), config, file)
 
 
 def _configuration(run_a, run_b):
@@ -194,6 +199,13 @@ def _first(run_a, run_b):
     return None, None, same, None
 
 
+def _drift(a, b):
+    """Lines that tell whose workers hold different values."""
+    for name, line in (("A", a), ("B", b)):
+        if drift := differences.drift(line):
+            yield f"run {name}'s workers hold different values: {drift}"
+
+
 def _stage(difference, a, b):
     if difference.stage == "pixels" and "ids" not in a and a["y"] != b["y"]:
         return "data"  # other examples, as far as one can see
@@ -209,21 +221,26 @@ def _causes(run_a, run_b, step, stage, lines, replay, notes):
     if stage == "initial weights":
         yield Cause(11, "the runs start from other numbers")
         return
-    replay = replay() if callable(replay) else replay
-    workers = sorted({run_b.lines[0].get("replicas", 1), 2, 3, 4, 8})
+    try:
+        replay, reason = replay() if callable(replay) else replay, "there is no replay"
+    except NoState as error:
+        replay, reason = None, str(error)
+    workers = sorted({*(run.lines[0].get("replicas", 1) for run in (run_a, run_b)), 2, 3, 4, 8})
     if stage == "data":
-        yield from (Cause(*found) for found in compare_data.explained(run_a.steps, run_b.steps, step, workers, replay))
+        found = list(compare_data.explained(run_a.steps, run_b.steps, step, workers, replay))
+        yield from (Cause(number, evidence) for number, evidence in found)
+        if not found:
+            yield from (Cause(2, text, run="A") for text in compare_data.repeated(run_b.steps, run_a.steps, step, workers, "B"))
         return
     if stage == "pixels":
         if replay is not None and replay.repainted:
-            yield from (Cause(4, text) for text, hashes in replay.repainted(step) if hashes == b["x"])
+            for text, hashes in replay.repainted(step):
+                yield from (Cause(4, text, run=name) for name, line in (("B", b), ("A", a)) if hashes == line["x"])
         return
     if stage == "evaluation":
-        yield from (Cause(12, text) for text in evaluation_causes.explained(replay, a, b, run_a.lines[0]))
+        found = evaluation_causes.explained(replay, a, b, run_a.lines[0])
+        yield from (Cause(12, text, run=odd) for odd, text in found)
         return
-    drift = differences.drift(b)
-    if drift and stage == "statistics":
-        notes.append(f"run B's workers hold different values: {drift}")
     before = max((t for t in run_a.steps if t < step and t in run_b.steps), default=0)
     if step - 1 > max(before, run_a.lines[1]["step"]):
         notes.append(
@@ -232,39 +249,51 @@ def _causes(run_a, run_b, step, stage, lines, replay, notes):
         )
         return
     if replay is None:
-        notes.append("the state before this step cannot be had: no configuration to run again, and none kept")
+        notes.append(f"the state before this step cannot be had: {reason}")
         return
     yield from replayed(replay, run_a, run_b, step, a, b, notes)
 
 
 def replayed(replay, run_a, run_b, step, a, b, notes):
-    """The causes of which the replayed step has run B's numbers, the best first."""
-    from app.replay import Change
-
-    replay.go_to(step)
+    """The causes of which the replayed step has the odd run's numbers, the best first: run B's, if the proper step has A's."""
+    try:
+        replay.go_to(step)
+    except NoState as error:
+        notes.append(f"the state before this step cannot be had: {error}")
+        return
     rate = [i for i, (path, *_) in enumerate(run_a.lines[0]["optimizer"]) if path.endswith("learning_rate")]
     a, b = (_without(line, rate) for line in (a, b))  # the update shows which rate was used
-    proper = _distance(replay, Change(), a, math.inf, rate)
     sums = 1 if all(run.lines[0].get("identical", True) for run in (run_a, run_b)) else UNLIKE_SUMS
     fits, rounding = sums * FITS, sums * ROUNDING
-    if proper > fits:
-        notes.append(
-            f"the step made again differs from run A's own record by {proper:.1e}, so nothing can be concluded from it"
-        )
+    from_a, from_b = (_distance(replay, replay.proper, line, math.inf, rate) for line in (a, b))
+    if min(from_a, from_b) > fits:
+        apart = f"differs from run A's own record by {from_a:.1e}, and from run B's by {from_b:.1e}"
+        notes.append(f"the step made again {apart}, so nothing can be concluded from it")
         return
-    nothing = _distance(replay, Change(), b, math.inf, rate)
+    sound, odd = ("A", "B") if from_a <= fits else ("B", "A")
+    headers, lines, distances = [run_a.lines[0], run_b.lines[0]], [a, b], [from_a, from_b]
+    if odd == "A":
+        headers, lines, distances = headers[::-1], lines[::-1], distances[::-1]
+    proper, nothing = distances
     found = []
-    for suspect in hypotheses.table(replay, run_a.lines[0], run_b.lines[0], a, b):
+    for suspect in hypotheses.table(replay, *headers, *lines):
         if suspect.cause == 10 and found:
             break  # many, and the least likely
-        distance = _distance(replay, suspect.change, b, fits, rate)
+        distance = _distance(replay, _with(suspect.change, replay.proper), lines[1], fits, rate)
         if distance <= fits and distance < nothing / 10:
-            found.append(Cause(suspect.cause, suspect.text, max(distance, 1e-300)))
+            found.append(Cause(suspect.cause, suspect.text, max(distance, 1e-300), odd))
     if nothing <= rounding:
         evidence = f"run B's step is the proper one within {nothing:.1e}; {_setting(run_a, run_b)}"
         found.append(Cause(13, evidence, max(nothing, 1e-300)))
-    notes.append(f"the step made properly has run A's numbers (within {proper:.1e}); run B's are {nothing:.1e} away")
+    notes.append(f"the step made properly has run {sound}'s numbers (within {proper:.1e}); run {odd}'s are {nothing:.1e} away")
     yield from sorted(found, key=lambda cause: cause.distance)
+
+
+def _with(change, proper):
+    """The change of a step that otherwise keeps its moving statistics as the run did."""
+    if not proper.own_statistics or change.groups or change.workers not in (1, proper.workers):
+        return change
+    return dataclasses.replace(change, workers=proper.workers, own_statistics=True)
 
 
 def _distance(replay, change, line, enough, rate=()):

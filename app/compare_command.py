@@ -34,12 +34,23 @@ def run(arguments: list[str]) -> int:
         from app import compare
 
         tf.get_logger().setLevel("ERROR")  # it finds a strategy used eagerly slow
-
+    try:
+        run_a, run_b = (compare.read(path) for path in names)
+    except (OSError, ValueError, tf.errors.OpError) as error:
+        raise UsageError(f"{' '.join(str(error).split())}. Train with --fingerprint_every=1 to record a run") from None
+    wrong = None
+    with quiet.hushed():
         try:
-            run_a, run_b = (compare.read(path) for path in names)
-        except (OSError, ValueError, tf.errors.OpError) as error:
-            raise UsageError(f"{' '.join(str(error).split())}. Train with --fingerprint_every=1 to record a run") from None
-        finding = compare.compare(run_a, run_b, lambda: _replay(run_a))
+            finding = compare.compare(run_a, run_b, lambda: _replay(run_a, run_b))
+        except UsageError as error:  # told without what TensorFlow has printed
+            wrong = error
+    if wrong:
+        raise wrong
+    if finding.stage is None and not finding.same:
+        recorded = " and ".join(f"{len(run.steps)} of {run.name}" for run in (run_a, run_b))
+        raise UsageError(
+            f"nothing to compare: no step is recorded in both runs ({recorded}); use --fingerprint_every=1 for both"
+        )
     for name, recorded in (("A", run_a), ("B", run_b)):
         print(f"run {name}: {recorded.name}, {len(recorded.steps)} recorded steps")
     print(finding)
@@ -70,10 +81,18 @@ def _in_spreads(names, spreads):
             yield line
 
 
-def _replay(run):
+def _replay(run_a, run_b):
+    """The replay of run A; or of run B, a watched script, if A's model cannot be had: up to the step they are the same."""
     from app import rebuild
+    from app.replay import NoState
     from cluster import runtime
 
-    config = run.config or {}
+    config = run_a.config or {}
     runtime.configure(config.get("identical", True), config.get("intra_op_threads", 1), config.get("seed", 0))
-    return rebuild.replay(run, runtime.make_strategy())
+    strategy = runtime.make_strategy()
+    try:
+        return rebuild.replay(run_a, strategy)
+    except NoState:
+        if not run_b.lines[0].get("kept"):
+            raise
+        return rebuild.replay(run_b, strategy)

@@ -6,22 +6,34 @@ _CLOSE = 1e-5
 
 
 def explained(replay, a: dict, b: dict, header: dict):
-    """Yields what explains run B's evaluation.
+    """Yields ('B', what explains run B's evaluation), or ('A', what explains run A's) if run B's is the proper one.
 
     Args:
       replay: a `Replay` of run A with `evaluation`, or None.
       a, b: the lines of both.
       header: run A's.
     """
-    total, count = a["metric_sums"], a["examples"]
-    for times in (2, 3, 4, 8):
-        if _near(_times(total, times), b["metric_sums"]):
-            yield f"every example counts {times} times: {b['examples']} for {count}, and each sum is {times} times as large"
-            return
+    for odd, (x, y) in (("B", (a, b)), ("A", (b, a))):
+        for times in (2, 3, 4, 8):
+            if _near(_times(x["metric_sums"], times), y["metric_sums"]):
+                of = f"{y['examples']} for {x['examples']}"
+                yield odd, f"every example counts {times} times: {of}, and each sum is {times} times as large"
+                return
     if replay is None or replay.evaluation is None:
         return
     replay.go_to(a["evaluation_after"] + 1)
-    batch = header["global_batch_size"]
+    for odd, (x, y) in (("B", (a, b)), ("A", (b, a))):
+        whole = replay.evaluated([(0, None)])
+        proper = _near(whole[0], x["metric_sums"]) and not list(_wrongly_weighted(whole, x, y, "y's are the means, x's not"))
+        found = list(_wrong(replay, x, y, header["global_batch_size"])) if proper else []
+        yield from ((odd, text) for text in found)
+        if found:
+            return
+
+
+def _wrong(replay, a, b, batch):
+    """Yields what would make b of the held-out examples, where a is the proper evaluation."""
+    count = a["examples"]
     cuts = [*range(0, count, batch), count]
     sums = replay.evaluated(list(zip(cuts, cuts[1:], strict=False)))
     if len(sums) > 1 and cuts[-1] - cuts[-2] < batch:

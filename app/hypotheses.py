@@ -57,10 +57,12 @@ def table(replay, reference: dict, other: dict, line_a: dict, line_b: dict):
         if replay.normalises:
             own = f"each of {w} workers keeps the moving statistics of its own examples; these are worker 0's"
             yield Suspect(6, own, Change(workers=w, own_statistics=True))
-    if replay.draws:
+    if replay.keyed:
         yield from _masks(workers, replicas, reference, other)
     if replay.normalises or replay.draws:
         yield from _groups(batch, passes, other)
+    if replay.normalises:
+        yield from _on_their_own(workers, batch, passes)
     if not replay.normalises and not replay.draws:
         yield from _unequal(batch)
 
@@ -124,6 +126,14 @@ def _groups(batch, passes, other):
         own = "the whole batch" if passes == 1 else f"{batch // passes} (K = {passes})"
         text = f"the statistics of batch normalisation are those of {group}, not of {own}"
         yield Suspect(5, text, Change(groups=(batch // count,) * count))
+
+
+def _on_their_own(workers, batch, passes):
+    """As Keras does it under a strategy: no replica knows of the others' statistics."""
+    for w in workers:
+        if w != passes:
+            text = f"each of {w} workers normalises its own {batch // w} examples and keeps their moving statistics"
+            yield Suspect(5, text, Change(groups=(batch // w,) * w, workers=w, own_statistics=True))
 
 
 def _unequal(batch):

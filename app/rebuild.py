@@ -11,23 +11,27 @@ import cluster
 from app import assembly, initial
 from app import data as data_module
 from app.config import Config, UsageError
-from app.replay import Replay
+from app.replay import NoState, Replay
 from app.streams import EvaluationStreams, TrainingStreams
 from cluster import digest
 
 
-def replay(run, strategy) -> Replay | None:
-    """The `Replay` of an `app.compare.Run` on a strategy of one replica; None if there is nothing to make it from.
+def replay(run, strategy) -> Replay:
+    """The `Replay` of an `app.compare.Run` on a strategy of one replica.
 
     Raises:
+      NoState: if there is nothing to make it from.
       UsageError: if the data of the recorded configuration cannot be used.
     """
     header = run.lines[0]
     if header.get("kept"):
-        kept = os.path.join(os.path.dirname(run.file), header["kept"])
-        return Replay(_of_kept(kept, header, strategy), kept=kept) if os.path.isdir(kept) else None
+        folders = [os.path.join(os.path.dirname(run.file), name) for name in header.get("kept_by_workers", [header["kept"]])]
+        if missing := [folder for folder in folders if not os.path.isdir(folder)]:
+            raise NoState(f"{missing[0]} is not there")
+        own_statistics = header["replicas"] > 1  # as Keras has them under a strategy
+        return Replay(_of_kept(folders[0], header, strategy), kept=folders, own_statistics=own_statistics)
     if run.config is None:
-        return None
+        raise NoState(f"{run.name} has no configuration to run again, and nothing was kept (watch(..., keep=))")
     config = Config(**{f.name: run.config[f.name] for f in dataclasses.fields(Config) if f.name in run.config})
     data = data_module.load(config, say=lambda line: None)
     if run.config["data_manifest"] != data.manifest.digest():
@@ -44,7 +48,11 @@ def replay(run, strategy) -> Replay | None:
 
 def _of_kept(kept, header, strategy):
     with strategy.scope():
-        plain = keras.saving.load_model(os.path.join(kept, "model.keras"))  # in safe mode: no code of the file's runs
+        try:
+            plain = keras.saving.load_model(os.path.join(kept, "model.keras"))  # in safe mode: no code of the file's runs
+        except (TypeError, ValueError, OSError) as error:
+            reason = " ".join(str(error).split()).partition(". ")[0][:200]
+            raise NoState(f"{kept}/model.keras cannot be opened without its script's own code: {reason}") from None
         model = cluster.Trainer(plain, header["global_batch_size"], header["logical_replicas"], identical=False)
         optimizer = plain.optimizer.__class__.from_config(plain.optimizer.get_config())
         metrics = plain._compile_metrics._user_metrics if plain._compile_metrics else None

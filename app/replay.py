@@ -13,8 +13,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from app.by_worker import part
 from cluster import digest
 from cluster.replica_pass import ReplicaPass, layer_keys
+
+
+class NoState(Exception):
+    """The state before a step cannot be had: why, in one line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,15 +59,17 @@ class Replay:
     Args:
       trainer: a compiled `cluster.Trainer` of the run's model, on one replica, that has not been trained.
       data_from: maps a number of steps s to the data from step s + 1 on: `Streams`, or a tf.data.Dataset of global batches.
-      kept: the folder in which `cluster.watch` kept states and batches; then `data_from` is not used.
+      kept: the folders in which `cluster.watch` kept states and batches, one of each worker; then `data_from` is not
+        used.
+      own_statistics: the recorded moving statistics are those of the first logical replica's examples alone.
       evaluation: (x, y) of the held-out examples in their order, or None; or a function that gives them.
       reseeded: maps a seed to the names (ids) of the examples of a step by `step`: see `compare_data`; or None.
       repainted: yields (text, hashes of x of a step) for other ways of augmentation; or None.
     """
 
-    def __init__(self, trainer, data_from=None, kept=None, evaluation=None, reseeded=None, repainted=None):
+    def __init__(self, trainer, data_from=None, kept=(), evaluation=None, reseeded=None, repainted=None, own_statistics=False):
         self.trainer, self._data_from = trainer, data_from
-        self._kept = pathlib.Path(kept) if kept else None
+        self._kept, self._own_statistics = [pathlib.Path(folder) for folder in kept], own_statistics
         self.evaluation, self.reseeded, self.repainted = evaluation, reseeded, repainted
         self._saved, self._at = {}, None
 
@@ -72,15 +79,18 @@ class Replay:
         """Restores the state before step number `step`, from 1, and fetches its batch.
 
         Raises:
-          FileNotFoundError: if a kept state is wanted that is not there.
+          NoState: if it was not kept.
         """
         if self._at == step:
             return
         if self._kept:
-            arrays = np.load(self._kept / f"step-{step}.npz")  # without pickle
-            parts = {kind: _numbered(arrays, kind) for kind in ("weights", "statistics", "optimizer", "x", "y")}
-            x = parts.pop("x")
-            self.batch = (x[0] if len(x) == 1 else tuple(x), *parts.pop("y"))
+            if missing := [folder for folder in self._kept if not (folder / f"step-{step}.npz").exists()]:
+                raise NoState(f"{missing[0]} has no step-{step}.npz")
+            by_worker = [np.load(folder / f"step-{step}.npz") for folder in self._kept]  # without pickle
+            parts = {kind: _numbered(by_worker[0], kind) for kind in ("weights", "statistics", "optimizer", "seeds")}
+            batches = [(_numbered(arrays, "x"), _numbered(arrays, "y")) for arrays in by_worker]
+            x, y = (list(map(_joined, zip(*of_kind, strict=True))) for of_kind in zip(*batches, strict=True))
+            self.batch = (x[0] if len(x) == 1 else tuple(x), *y)
             self._prepare()
             self._state = parts
         else:
@@ -125,6 +135,18 @@ class Replay:
     # ---- the step ----------------------------------------------------------------------------------------------------
 
     @property
+    def proper(self) -> Change:
+        """What makes the step as the run made it."""
+        if self._own_statistics and self.normalises:
+            return Change(workers=self.trainer.logical_replicas, own_statistics=True)
+        return Change()
+
+    @property
+    def keyed(self) -> bool:
+        """Whether the masks of its random layers follow (seed, step, k); in scripts that were watched they are as kept."""
+        return self.draws and not self._kept
+
+    @property
     def normalises(self) -> bool:
         """Whether what an example gives depends on the others of its group: a pass changes moving statistics."""
         return bool(self._pass.moving)
@@ -160,7 +182,11 @@ class Replay:
             found, start = [], 0
             for k, size in enumerate(groups):
                 offset, t, owner = key(self._at - 1, k) if key else (0, self._at - 1, k)
-                seeds = layer_keys(self.trainer.seed + offset, tf.constant(t, tf.int64), tf.constant(owner), self._pass.seeds)
+                seeds = self._state.get("seeds")  # of a script that was watched: every replica's, as Keras has them
+                if not self._kept:
+                    seeds = layer_keys(
+                        self.trainer.seed + offset, tf.constant(t, tf.int64), tf.constant(owner), self._pass.seeds
+                    )
                 part = tf.nest.map_structure(lambda t: tf.convert_to_tensor(t)[start : start + size], self.batch)
                 flat = [np.asarray(t) for t in self._pass(weights, state, seeds, tf.constant(1.0), part)]
                 found.append(self._pass.split(flat))
@@ -259,6 +285,11 @@ def _mean(lists):
 
 def _digests(arrays):
     return digest.of([tf.convert_to_tensor(a) for a in arrays]).json()
+
+
+def _joined(by_worker):
+    """Of each worker's batch the part that it trains."""
+    return np.concatenate([a[part(len(a), i, len(by_worker))] for i, a in enumerate(by_worker)])
 
 
 def _numbered(arrays, kind):

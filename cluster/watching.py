@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from cluster import digest
+from cluster import digest, trainer
 from cluster.fingerprint import FORMAT, described
 from cluster.replica_pass import is_seed
 
@@ -22,21 +22,25 @@ def watch(model, dataset, path="fingerprints.jsonl", every=1, keep=None):
     """Records what `model.fit` does with `dataset`, in the format of `fingerprint.py`.
 
     Known from outside are batch, loss, weights, moving statistics and the optimizer's variables, and so the update. Gradients
-    are not, nor are metrics that Keras makes only in the first step. In a cluster every worker writes its own file, of what it
-    holds itself: the chief `path`, worker i `path`.worker-i.
+    are not, nor are metrics that Keras makes only in the first step. Of several replicas in a process (MirroredStrategy)
+    metrics are summed, and the state is the first one's; hashes tell where the others hold another. In a cluster every worker
+    writes its own file, of what it holds itself: the chief `path`, worker i `path`.worker-i. `compare` reads them together.
 
     Args:
       model: a compiled keras.Model.
-      dataset: a tf.data.Dataset of batches (x, y[, sample_weight]).
+      dataset: a tf.data.Dataset of batches (x, y[, sample_weight]), which `fit` itself distributes.
       path: of the file.
       every: record the first step and every so many.
       keep: a folder; the compiled model is kept there in model.keras, and batch and state before each recorded step in
-        step-T.npz (see `Watch`), so that steps can be made again.
+        step-T.npz (see `Watch`), so that steps can be made again; by worker i in the folder `keep`.worker-i.
     Returns:
       (dataset, callback): fit with both. The data set yields what the given one does.
     Raises:
-      ValueError: when `fit` begins, if several steps are made in one execution: they cannot be told apart from outside.
+      ValueError: for what cannot be followed from outside: a model that is not compiled; data that is no tf.data.Dataset, or
+        of which several workers do not read every batch; a `cluster.Trainer`, which records itself. And when `fit` begins,
+        if several steps are made in one execution.
     """
+    _check(model, dataset)
     tap = _Tap()
     return tap.on(dataset), Watch(tap, path, every, keep, dataset.element_spec)
 
@@ -68,13 +72,16 @@ class Watch(keras.callbacks.Callback):
             "optimizer": model.optimizer.variables,
         }
         self._seeds = [v for v in model.non_trainable_variables if is_seed(v)]
-        worker = getattr(getattr(strategy, "cluster_resolver", None), "task_id", None) or 0
+        worker, workers = _place(strategy)
         self._file = open(self._path + (f".worker-{worker}" if worker else ""), "w")  # noqa: SIM115
         self._step, self._first = 0, True
-        replicas = strategy.num_replicas_in_sync if strategy else 1
+        replicas = strategy.num_replicas_in_sync
         header = {"format": FORMAT, "made_by": "cluster.watch", "every": self._every, "global_batch_size": self._batch_size}
         header |= {"logical_replicas": replicas, "replicas": replicas}
+        header |= {"worker": worker, "workers": workers} if workers > 1 else {}
         header |= {kind: described(variables) for kind, variables in self._variables.items()}
+        if self._keep and worker:
+            self._keep += f".worker-{worker}"
         self._metrics = [m for m in _flat(model.metrics) if isinstance(m, keras.metrics.Mean)]
         header["metrics"] = described([v for m in self._metrics for v in m.variables])
         self._begin = [header, {"step": 0, **_digests(self._values())}]
@@ -92,21 +99,21 @@ class Watch(keras.callbacks.Callback):
         self._seeds_before = [v.numpy() for v in self._seeds]
         self._rate = float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
         # A mean's total is total + the step's sum. Starting from 0 leaves the step's sum itself, and adding it to the total
-        # afterwards is the very addition that the metric would have made.
-        self._totals = [[v.numpy() for v in m.variables] for m in self._metrics]
-        for metric in self._metrics:
-            metric.reset_state()
+        # afterwards is the very addition that the metric would have made. Each replica has its own; reading them together
+        # would round otherwise, and be a collective in a cluster.
+        self._copies = [[self._held(v) for v in m.variables] for m in self._metrics]
+        self._totals = tf.nest.map_structure(lambda copy: copy.numpy(), self._copies)
+        tf.nest.map_structure(lambda copy: copy.assign(tf.zeros_like(copy)), self._copies)
 
     def on_train_batch_end(self, batch, logs=None):
         parts = self._tap.next()
         if not self._due:
             return
         self._first = False
-        sums = [[v.numpy() for v in m.variables] for m in self._metrics]
-        metrics = {m.name: float(m.result()) for m in self._metrics}
-        for metric, totals, parts_of_step in zip(self._metrics, self._totals, sums, strict=True):
-            for variable, total, part in zip(metric.variables, totals, parts_of_step, strict=True):
-                variable.assign(total + part)
+        of_step = tf.nest.map_structure(lambda copy: copy.numpy(), self._copies)
+        tf.nest.map_structure(lambda copy, a, b: copy.assign(a + b), self._copies, self._totals, of_step)
+        sums = [[sum(held[1:], held[0]) for held in of_metric] for of_metric in of_step]
+        metrics = {m.name: float(m.stateless_result(part)) for m, part in zip(self._metrics, sums, strict=True)}
         after = self._values()
         update = [a - b for a, b in zip(after["weights"], self._before["weights"], strict=True)]
         x, *labels = parts if isinstance(parts, tuple) else (parts,)
@@ -128,6 +135,7 @@ class Watch(keras.callbacks.Callback):
                 "x": digest.hex_digits(digest.of_examples(x, count)),
                 "y": digest.hex_digits(digest.of_examples(labels, count)),
                 **_digests({"update": update, **after}),
+                **({"workers": self._by_replica()} if self.model.distribute_strategy.num_replicas_in_sync > 1 else {}),
             }
         )
         if self._keep:
@@ -140,6 +148,19 @@ class Watch(keras.callbacks.Callback):
 
     def on_train_end(self, logs=None):
         self._file.flush()
+
+    def _held(self, variable):
+        """The variable of TensorFlow on each device of this process."""
+        return list(self.model.distribute_strategy.experimental_local_results(variable.value))
+
+    def _by_replica(self):
+        """A hash of the weights, and one of the moving statistics, on each device of this process."""
+        found = {}
+        for kind in ("weights", "statistics"):
+            by_device = zip(*map(self._held, self._variables[kind]), strict=True)
+            hashes = [digest.one_hash(digest.of([tf.convert_to_tensor(v) for v in held]).hash) for held in by_device]
+            found[kind] = digest.hex_digits(tf.stack(hashes)) if hashes else []
+        return found
 
     def _values(self):
         return {kind: [v.numpy() for v in variables] for kind, variables in self._variables.items()}
@@ -183,6 +204,42 @@ class _Tap:
 
     def _remember(self, iterator, *parts):
         self._batches[int(iterator)].append([np.array(part) for part in parts])
+
+
+_READERS = ("TFRecordDataset", "TextLineDataset", "FixedLengthRecordDataset", "ArrayRecordDataset")
+
+
+def _check(model, dataset):
+    if isinstance(model, trainer.Trainer):
+        raise ValueError("watch is for models that Keras trains; a cluster.Trainer records itself: fit(..., fingerprints=...).")
+    if not getattr(model, "compiled", False) or model.optimizer is None:
+        raise ValueError(f"watch needs a model compiled with an optimizer; {model.name} is not.")
+    if not isinstance(dataset, tf.data.Dataset):
+        raise ValueError(f"watch needs a tf.data.Dataset, which fit itself distributes; got {type(dataset).__name__}.")
+    if _place(model.distribute_strategy)[1] > 1 and not _every_batch(dataset):
+        raise ValueError(
+            "watch needs workers that read every batch and train their parts of it. Set the data set's option "
+            "experimental_distribute.auto_shard_policy to DATA; files are sharded otherwise without it."
+        )
+
+
+def _place(strategy) -> tuple[int, int]:
+    """This process's number among those that train together, the chief's being 0; and how many they are."""
+    resolver = getattr(strategy, "cluster_resolver", None)
+    jobs = resolver.cluster_spec().as_dict() if resolver else {}
+    chiefs, workers = (len(jobs.get(job, ())) for job in ("chief", "worker"))
+    number = (resolver.task_id or 0) + (chiefs if resolver.task_type == "worker" else 0) if jobs else 0
+    return number, max(1, chiefs + workers)
+
+
+def _every_batch(dataset):
+    """Whether every worker reads every batch: AUTO gives each other files if there is a source of records in the graph."""
+    policies, policy = tf.data.experimental.AutoShardPolicy, dataset.options().experimental_distribute.auto_shard_policy
+    if policy != policies.AUTO:
+        return policy == policies.DATA
+    graph = tf.compat.v1.GraphDef.FromString(dataset._as_serialized_graph().numpy())
+    nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+    return not any(node.op.startswith(_READERS) for node in nodes)
 
 
 def _digests(values):

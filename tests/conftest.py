@@ -35,7 +35,7 @@ def pytest_configure(config):
 # Files of tests, by how `python -m tests` runs them; all others run side by side.
 PROCESSES = (
     *("benchmark", "config", "digits", "doctor", "drift", "evaluator", "faults", "identity", "monitoring"),
-    *("parameter_servers", "run_dir", "sets", "study", "verify"),
+    *("parameter_servers", "run_dir", "sets", "study", "verify", "watch_workers"),
 )
 ALONE = ("clusters_doc", "launcher", "preflight", "reliability", "rendezvous", "restarts", "terminal")
 # Files that look at the same training runs: these are made once, in one process of pytest-xdist.

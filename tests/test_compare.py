@@ -34,7 +34,9 @@ def found(sound, devices):
 
     def find(kind=SOUND, replicas=1, **how):
         a, replay = sound(kind)
-        return compare(a, broken.run(devices(replicas), "B", **{**kind, **how}), replay)
+        b = broken.run(devices(replicas), "B", **{**kind, **how})
+        find.mirrored = lambda: compare(b, a, replay)
+        return compare(a, b, replay)
 
     return find
 
@@ -44,7 +46,14 @@ def expect(finding, step, stage, cause, text):
     assert finding.causes, str(finding)
     assert finding.causes[0].number == cause, str(finding)
     assert text in finding.causes[0].evidence, str(finding)
-    assert f"cause: {finding.causes[0].evidence}" in str(finding).replace(f"{_name(cause)}: ", "")
+    assert f"cause: {finding.causes[0].evidence}" in str(finding).replace(f"{_name(cause)}: ", "").replace("in run A, ", "")
+
+
+def expect_mirrored(finding, step, stage, cause, text):
+    """The broken run is run A."""
+    expect(finding, step, stage, cause, text)
+    assert {found.run for found in finding.causes} == {"A"}, str(finding)
+    assert f"{_name(cause)}: in run A, {finding.causes[0].evidence}" in str(finding)
 
 
 def _name(cause):
@@ -71,6 +80,7 @@ def test_gradients_summed_averaged_twice_or_with_the_loss_scale(found, factor, c
     import broken
 
     expect(found(fault=broken.gradients_times(factor)), 1, "reduction", cause, text)
+    expect_mirrored(found.mirrored(), 1, "reduction", cause, text)
 
 
 def _in_batches(change):
@@ -90,7 +100,13 @@ def _in_batches(change):
     ],
 )
 def test_same_examples_on_all_workers_overlap_and_order(found, change, cause, text):
-    expect(found(**_in_batches(change)), 1, "data", cause, text)
+    finding = found(**_in_batches(change))
+    expect(finding, 1, "data", cause, text)
+    mirrored = found.mirrored()
+    if cause == 2:
+        expect_mirrored(mirrored, 1, "data", cause, text.replace("run B's", "run A's"))
+    else:  # neither order is the proper one
+        assert mirrored.causes == finding.causes
 
 
 def test_examples_missing_and_batches_in_another_order(found):
@@ -98,6 +114,7 @@ def test_examples_missing_and_batches_in_another_order(found):
 
     again = [np.concatenate([a[:24], a[:24], a[48:]]) for a in (broken.X, broken.Y)]  # step 2 reads what step 1 has read
     expect(found(x=again[0], y=again[1]), 2, "data", 2, "24 of run A's never")
+    expect_mirrored(found.mirrored(), 2, "data", 2, "run A read 24 a second time, and 24 of run B's never")
     turned = [np.concatenate([a[24:72], a[:24], a[72:]]) for a in (broken.X, broken.Y)]
     expect(found(x=turned[0], y=turned[1]), 1, "data", 3, "steps 1 to 3 hold the same 72 examples in another order")
 
@@ -115,6 +132,7 @@ def test_other_dropout_masks(found):
 
     same = found(fault=broken.keyed(lambda step, k: (step, k % 2)))
     expect(same, 1, "loss", 4, "all 2 workers draw the dropout masks of worker 0")
+    expect_mirrored(found.mirrored(), 1, "loss", 4, "all 2 workers draw the dropout masks of worker 0")
     seed = found(seed=8)
     expect(seed, 1, "configuration", 4, "the dropout masks are those of seed 8, not 7")
     assert any("seed is 7 in run A and 8 in run B" in note for note in seed.notes)
@@ -150,23 +168,29 @@ def test_moving_statistics_that_drift_apart(found, monkeypatch):
     monkeypatch.setattr("cluster.drift.check", lambda *_: None)  # which would end our own run there
     finding = found(replicas=2, fault=broken.own_statistics)
     expect(finding, 1, "statistics", 6, "each of 2 workers keeps the moving statistics of its own examples")
-    assert any("replica 1 has" in note for note in finding.notes)
+    assert any("run B's workers hold different values" in note and "replica 1 has" in note for note in finding.notes)
+    finding = found.mirrored()
+    expect_mirrored(finding, 1, "statistics", 6, "each of 2 workers keeps the moving statistics of its own examples")
+    assert any("run A's workers hold different values" in note for note in finding.notes)
 
 
 def test_clipping_before_the_reduction(found):
     import broken
 
     expect(found(BARE, fault=broken.clipped_before), 1, "gradient", 7, "clips its own mean gradient, before the reduction")
+    expect_mirrored(found.mirrored(), 1, "gradient", 7, "clips its own mean gradient, before the reduction")
 
 
 def test_optimizer_stepped_twice(found):
     import broken
 
     expect(found(fault=broken.stepped(2)), 1, "update", 8, "applied 2 times a step with the same gradient")
+    expect_mirrored(found.mirrored(), 1, "update", 8, "applied 2 times a step with the same gradient")
 
 
 def test_other_learning_rate_and_weight_decay(found):
     expect(found(rate=0.2), 1, "update", 9, "the learning rate is 2 times as large, as recorded: 0.2 for 0.1")
+    expect_mirrored(found.mirrored(), 1, "update", 9, "the learning rate is 2 times as large, as recorded: 0.2 for 0.1")
     expect(found(decay=0.02), 1, "update", 9, "the weight decay is 2 times as large")
 
 
@@ -188,14 +212,16 @@ def test_a_fault_in_a_later_step_is_found_from_the_state_before_it(found):
     finding = found(fault=broken.keyed(lambda step, k: (step, broken.tf.where(step < 2, k, k % 2))))
     expect(finding, 3, "loss", 4, "all 2 workers draw the dropout masks of worker 0")
     assert finding.same == 2
+    expect_mirrored(found.mirrored(), 3, "loss", 4, "all 2 workers draw the dropout masks of worker 0")
 
 
 def test_a_fault_that_no_suspect_reproduces_is_unknown(found):
     import broken
 
     finding = found(fault=broken.gradients_times(1.37))
-    assert (finding.step, finding.stage, finding.causes) == (1, "reduction", ())
-    assert "cause: unknown" in str(finding)
+    for either in (finding, found.mirrored()):
+        assert (either.step, either.stage, either.causes) == (1, "reduction", ())
+        assert "cause: unknown" in str(either)
 
 
 def test_steps_between_the_recorded_ones_are_not_guessed_at(sound, devices):
@@ -235,8 +261,9 @@ def test_evaluations_that_count_twice_or_leave_out(evaluated, wrong, text):
     from app.compare import compare
 
     a, replay, record = evaluated
-    finding = compare(a, record((wrong(broken.X[:35]), wrong(broken.Y[:35]))), replay)
-    expect(finding, 1, "evaluation", 12, text)
+    b = record((wrong(broken.X[:35]), wrong(broken.Y[:35])))
+    expect(compare(a, b, replay), 1, "evaluation", 12, text)
+    expect_mirrored(compare(b, a, replay), 1, "evaluation", 12, text)
 
 
 def test_an_evaluation_that_weights_a_smaller_batch_like_the_others(evaluated):
@@ -249,6 +276,7 @@ def test_an_evaluation_that_weights_a_smaller_batch_like_the_others(evaluated):
     mean = {name: (parts[0][name] + parts[1][name]) / 2 for name in parts[0]}
     b = Run("B", [*a.lines[:-1], {**a.lines[-1], "metrics": mean}])
     expect(compare(a, b, replay), 1, "evaluation", 12, "mean over batches, of which the last has 11 examples")
+    expect_mirrored(compare(b, a, replay), 1, "evaluation", 12, "mean over batches, of which the last has 11 examples")
 
 
 def test_asynchronous_runs_part_because_gradients_are_applied_in_the_order_of_their_arrival(sound, devices):

@@ -1,6 +1,7 @@
 """Whole runs compared: of the program, made again from config.json; and of plain Keras scripts, from what `watch` kept."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 
@@ -112,6 +113,27 @@ def test_foreign_scripts_are_compared_from_what_watch_kept(tensorflow, tmp_path)
     assert "cause: unequal local batches weighted equally: 2 workers with 16 + 8 examples" in output, output
     assert "would fit" not in output
     assert "the same: 2 recorded steps" in conftest.run_program("compare", *[str(tmp_path / "sound")] * 2)
+
+
+def test_records_that_share_no_step_are_not_called_the_same(tensorflow, tmp_path):
+    from app import compare_command
+    from app.config import UsageError
+
+    kinds = ("weights", "statistics", "optimizer")
+    header = {
+        "format": 1,
+        "made_by": "cluster.watch",
+        "global_batch_size": 4,
+        "logical_replicas": 1,
+        **dict.fromkeys(kinds, []),
+    }
+    start = {"step": 0, **dict.fromkeys(kinds, {"hash": [], "norm": [], "projections": []})}
+    (tmp_path / "started.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (header, start)))
+    with pytest.raises(UsageError, match="nothing to compare: no step is recorded in both runs"):
+        compare_command.run([str(tmp_path / "started.jsonl")] * 2)
+    (tmp_path / "cut.jsonl").write_text(json.dumps(header) + "\n")
+    with pytest.raises(UsageError, match="cut.jsonl ends before the first step"):
+        compare_command.run([str(tmp_path / "cut.jsonl"), str(tmp_path / "started.jsonl")])
 
 
 def test_what_is_no_run_is_named_in_one_line(tmp_path):

@@ -1,5 +1,6 @@
 """Two lines in a plain Keras script: its fingerprints are true, and its training is untouched."""
 
+import contextlib
 import json
 
 import numpy as np
@@ -8,19 +9,20 @@ import pytest
 import cluster
 
 
-def script(path=None, **watching):
-    """A plain Keras training without a strategy: two epochs of 3 steps, the last batch smaller. Returns its weights."""
+def script(path=None, strategy=None, **watching):
+    """A plain Keras training: two epochs of 3 steps, the last batch smaller."""
     import keras
     import tensorflow as tf
 
     keras.utils.set_random_seed(3)
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(20, 6)).astype("float32"), rng.integers(0, 3, 20)
-    inputs = keras.Input((6,))
-    h = keras.layers.Dropout(0.3)(keras.layers.BatchNormalization()(keras.layers.Dense(5, activation="relu")(inputs)))
-    model = keras.Model(inputs, keras.layers.Dense(3)(h))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(0.1, 0.9), loss, metrics=["accuracy"], jit_compile=False)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        inputs = keras.Input((6,))
+        h = keras.layers.Dropout(0.3)(keras.layers.BatchNormalization()(keras.layers.Dense(5, activation="relu")(inputs)))
+        model = keras.Model(inputs, keras.layers.Dense(3)(h))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.1, 0.9), loss, metrics=["accuracy"], jit_compile=False)
     dataset, callbacks = tf.data.Dataset.from_tensor_slices((x, y)).batch(8).prefetch(2), []
     if path:
         dataset, recorder = cluster.watch(model, dataset, path, **watching)
@@ -57,6 +59,58 @@ def test_watch_tells_what_a_plain_fit_did_and_changes_nothing(tensorflow, tmp_pa
     np.testing.assert_array_equal(kept["y_0"], y[8:16])
     weights = [tensorflow.constant(kept[f"weights_{i}"]) for i in range(len(header["weights"]))]
     assert digest.of(weights).json() == steps[0]["weights"]
+
+
+def test_under_a_strategy_of_two_replicas_watch_changes_nothing_and_tells_what_each_holds(tensorflow, devices, tmp_path):
+    from cluster import digest, fingerprint
+
+    strategy = devices(2)
+    plain, history, x, _ = script(strategy=strategy)
+    model, watched, _, _ = script(str(tmp_path / "f.jsonl"), strategy, keep=str(tmp_path / "kept"))
+    assert history == watched
+    for pair in zip(plain.variables, model.variables, strict=True):
+        for a, b in zip(*(strategy.experimental_local_results(v.value) for v in pair), strict=True):
+            np.testing.assert_array_equal(a.numpy(), b.numpy())
+    header, _, *steps = fingerprint.read(str(tmp_path / "f.jsonl"))
+    assert (header["replicas"], header["global_batch_size"], len(steps)) == (2, 8, 6)
+    hashes = digest.hex_digits(digest.of_examples(tensorflow.constant(x), 20))
+    assert [line["x"] for line in steps] == 2 * [hashes[:8], hashes[8:16], hashes[16:]]
+    for epoch in (0, 1):
+        sums = [line["metric_sums"] for line in steps[3 * epoch : 3 * epoch + 3]]
+        assert [count for _, [count], *_ in sums] == [8, 8, 4]
+        assert sum(total for [total], *_ in sums) / 20 == pytest.approx(watched["loss"][epoch], rel=1e-6)
+    held = [v for v in model.non_trainable_variables if "moving" in v.path]
+    of_devices = zip(*(strategy.experimental_local_results(v.value) for v in held), strict=True)
+    expected = [digest.hex_digits(digest.one_hash(digest.of([v.read_value() for v in of]).hash)[None])[0] for of in of_devices]
+    assert steps[-1]["workers"]["statistics"] == expected
+    assert len(set(expected)) == 2  # Keras leaves each replica its own
+    assert len(set(steps[-1]["workers"]["weights"])) == 1
+
+
+def test_what_watch_cannot_follow_is_refused_in_one_line(tensorflow, devices, monkeypatch):
+    import broken
+    import keras
+    import tensorflow as tf
+
+    from cluster import watching
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    data = tf.data.Dataset.from_tensors((tf.zeros([4, 2]), tf.zeros([4, 1])))
+    with pytest.raises(ValueError, match="compiled with an optimizer; sequential.* is not"):
+        cluster.watch(model, data)
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="a tf.data.Dataset, .*; got ndarray"):
+        cluster.watch(model, np.zeros([4, 2]))
+    with pytest.raises(ValueError, match="a cluster.Trainer records itself"):
+        cluster.watch(broken.trainer(devices(1)), data)
+    monkeypatch.setattr(watching, "_place", lambda strategy: (0, 2))
+    records = tf.data.TFRecordDataset([]).map(lambda _: (tf.zeros([2]), tf.zeros([1])))
+    with pytest.raises(ValueError, match="workers that read every batch.*auto_shard_policy to DATA"):
+        cluster.watch(model, records.batch(4))
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+    cluster.watch(model, records.batch(4).with_options(options))
+    cluster.watch(model, data)
 
 
 def test_watch_records_every_so_many_steps(tensorflow, tmp_path):
