@@ -88,14 +88,18 @@ TARGETS = {
         (("step_time_s", "default K", "K = 1"),),
     ),
     9: Target(
-        "what metrics files, TensorBoard, progress, checkpoints and fingerprints cost by default (an epoch has 11 steps)",
+        "what metrics files, TensorBoard and progress cost, checkpoints each epoch (11 steps), fingerprints every 11 steps",
         {
             "nothing": whole_run(),
             "told": whole_run("--tensorboard", "--noquiet", "--log_every_steps=1"),
             "checkpoints": whole_run("--keep_checkpoints=2"),
-            "fingerprints": whole_run("--fingerprint_every=100"),
+            "fingerprints": whole_run("--fingerprint_every=11"),
         },
-        tuple(("step_time_s", side, "nothing") for side in ("told", "checkpoints", "fingerprints")),
+        tuple(
+            (t, side, "nothing")
+            for side in ("told", "checkpoints", "fingerprints")
+            for t in ("step_time_s", "processor_time_s")
+        ),
     ),
     8: Target(
         "packs of 1, 8 and 32 MB against one of all gradients: ResNet-50 (102 MB), 2 workers, one pass each, 8 images a worker",
@@ -212,8 +216,9 @@ def compare(turns, quantity, above, below):
     """(label, the ratio of the medians over all steps of all rounds, and the lowest and highest ratio of a round)."""
 
     def value(runs):
-        step = statistics.median(time for run in runs for time in run["step_time_s"])
-        return step if quantity == "step_time_s" else runs[0]["batch"] / step
+        times = "step_time_s" if quantity == "images_per_sec" else quantity
+        step = statistics.median(time for run in runs for time in run[times])
+        return runs[0]["batch"] / step if quantity == "images_per_sec" else step
 
     rounds = [value([a]) / value([b]) for a, b in zip(turns[above], turns[below], strict=True)]
     found = {"ratio": value(turns[above]) / value(turns[below]), "low": min(rounds), "high": max(rounds)}

@@ -2,14 +2,15 @@
 
     python -m benchmarks.whole_run --block=22 -- --dataset=digits --steps=220
 
-What follows -- are train's flags. A time is the mean over a block of steps, so that what comes once an epoch is in it; the
-first block, in which the step is traced, is left out.
+What follows -- are train's flags. A time, of the clock or of the processors, is the mean over a block of steps, so that what comes once an epoch is in
+it; the first block, in which the step is traced, is left out.
 """
 
 import argparse
 import contextlib
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -42,14 +43,15 @@ def measure(config, strategy, block):
     from app.train import train
 
     ends = []
-    tick = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: ends.append(time.perf_counter()))
-    cpu = time.process_time()
-    train(config, strategy, [tick])
-    marks = ends[block - 1 :: block]
+    now = lambda batch, logs: ends.append((time.perf_counter(), time.process_time()))  # noqa: E731
+    train(config, strategy, [keras.callbacks.LambdaCallback(on_train_batch_end=now)])
+    wall, processor = zip(*ends[block - 1 :: block], strict=True)
+    per_step = lambda marks: [(b - a) / block for a, b in zip(marks, marks[1:], strict=False)]  # noqa: E731
     return {
-        "step_time_s": [(after - before) / block for before, after in zip(marks, marks[1:], strict=False)],
-        "images_per_sec": config.global_batch_size * (len(ends) - block) / (ends[-1] - ends[block - 1]),
-        "cpu_s_per_step": (time.process_time() - cpu) / len(ends),
+        "step_time_s": per_step(wall),
+        "processor_time_s": per_step(processor),
+        "images_per_sec": config.global_batch_size / statistics.mean(per_step(wall)),
+        "cpu_s_per_step": statistics.mean(per_step(processor)),
         "batch": config.global_batch_size,
         "load_average": os.getloadavg()[0],
     }
