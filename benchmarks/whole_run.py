@@ -2,8 +2,8 @@
 
     python -m benchmarks.whole_run --block=22 -- --dataset=digits --steps=220
 
-What follows -- are train's flags. A time, of the clock or of the processors, is the mean over a block of steps, so that what comes once an epoch is in
-it; the first block, in which the step is traced, is left out.
+What follows -- are train's flags. A time, of the clock or of the processors, is the mean over a block of steps, so that what
+comes once an epoch is in it; the first block, in which the step is traced, is left out.
 """
 
 import argparse
