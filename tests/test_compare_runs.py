@@ -25,7 +25,7 @@ def trained(tensorflow, devices, tmp_path_factory):
     """Trains two steps of the digits with `--model=test_compare_runs:tiny`; `load` may put other data in place."""
     import keras
 
-    from app import command_line, train
+    from app import command_line, data, train
 
     directory = tmp_path_factory.mktemp("runs")
 
@@ -35,8 +35,8 @@ def trained(tensorflow, devices, tmp_path_factory):
         settings, _ = command_line.parse([*flags, f"--run_dir={directory / name}"])
         with pytest.MonkeyPatch.context() as patch:
             if load:
-                sound = train.data_module.load
-                patch.setattr(train.data_module, "load", lambda *arguments: load(sound(*arguments), settings))
+                sound = data.load
+                patch.setattr(data, "load", lambda *arguments: load(sound(*arguments), settings))
             keras.utils.set_random_seed(settings.seed)
             train.train(settings, devices(1))
         return str(directory / name)
