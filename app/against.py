@@ -64,6 +64,8 @@ class Against:
         except (OSError, tf.errors.OpError, ValueError) as error:
             reason = getattr(error, "message", str(error))
             raise UsageError(f"--verify_against={self._directory} holds no fingerprints of a run: {reason}") from None
+        if not any("loss" in line for line in lines):
+            raise UsageError(f"--verify_against={self._directory} holds no fingerprints of a run: no step is recorded")
         self.every, self._header = lines[0]["every"], lines[0]
         self.digest = hashlib.sha256(json.dumps(lines).encode()).hexdigest()
         self._lines, self._keys = differences.keyed(lines), differences.Keys()
