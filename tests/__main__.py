@@ -15,7 +15,7 @@ def main(arguments: list[str]) -> int:
         return subprocess.run(pytest).returncode
     parts = (
         ["-m", "not processes and not alone", "-n", str(min(4, os.cpu_count() or 1)), "--dist=worksteal"],
-        ["-m", "processes and not alone", "-n", "2", "--dist=loadgroup"],
+        ["-m", "processes and not alone", "-n", "2", "--dist=loadfile"],
         ["-m", "alone"],
     )
     return max(subprocess.run([*pytest, *part]).returncode for part in parts)

@@ -1,6 +1,7 @@
 """What all tests share: a deterministic TensorFlow with three CPU devices, clusters started once, and nothing left behind."""
 
 import concurrent.futures
+import fcntl
 import json
 import os
 import pathlib
@@ -38,8 +39,6 @@ PROCESSES = (
     *("parameter_servers", "run_dir", "sets", "study", "verify", "watch_workers"),
 )
 ALONE = ("clusters_doc", "launcher", "preflight", "reliability", "rendezvous", "restarts", "terminal")
-# Files that look at the same training runs: these are made once, in one process of pytest-xdist.
-SHARED = {"digits": "main_job", "monitoring": "main_job", "run_dir": "main_job", "drift": "clusters", "identity": "clusters"}
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
@@ -48,7 +47,6 @@ def pytest_collection_modifyitems(config, items):
         name = item.path.stem.removeprefix("test_")
         if name in PROCESSES:
             item.add_marker(pytest.mark.processes)
-            item.add_marker(pytest.mark.xdist_group(SHARED.get(name, name)))
         if name in ALONE:
             item.add_marker(pytest.mark.alone)
     if not config.getoption("--soak"):
@@ -141,8 +139,15 @@ def sha256(output: str) -> str:
 @pytest.fixture(scope="session")
 def main_job(tmp_path_factory):
     """README's first command, on real data, which several files look at: (run directory, output)."""
-    directory = tmp_path_factory.mktemp("digits")
-    return directory, run_program("train", "--dataset=digits", "--workers=2", f"--run_dir={directory}")
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # which all processes of this run of pytest share: the first makes it, the others wait
+    with open(root / "main_job.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        directory, output = root / "main_job", root / "main_job.txt"
+        if not output.exists():
+            output.write_text(run_program("train", "--dataset=digits", "--workers=2", f"--run_dir={directory}"))
+    return directory, output.read_text()
 
 
 class Clusters:
