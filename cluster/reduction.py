@@ -12,6 +12,7 @@ import itertools
 import tensorflow as tf
 
 from cluster import tree
+from cluster.packing import packed, unpacked
 
 # TensorFlow remembers members and shape of a collective under (group key, instance key). Each Reduction takes keys of its
 # own, in program order, which is the same on every worker; tf.distribute's own keys count up from 1.
@@ -106,11 +107,10 @@ class Reduction:
         like = sums[0]
         results = [None] * len(like)
         for bucket in self._buckets(like):
-            vectors = [tf.concat([tf.reshape(tensors[i], [-1]) for i in bucket], 0) for tensors in sums]
+            vectors = [packed([tensors[i] for i in bucket]) for tensors in sums]
             total = self._tree(replica, vectors) if self.ordered else self._ring(replica, vectors)
-            pieces = tf.split(total, [like[i].shape.num_elements() for i in bucket])
-            for i, piece in zip(bucket, pieces, strict=True):
-                results[i] = tf.reshape(piece, like[i].shape)
+            for i, piece in zip(bucket, unpacked(total, [like[i].shape for i in bucket]), strict=True):
+                results[i] = piece
         return results
 
     def of_few(self, replica: int, tensor: tf.Tensor) -> tf.Tensor:

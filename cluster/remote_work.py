@@ -8,6 +8,8 @@ import time
 
 import tensorflow as tf
 
+from cluster.packing import packed, unpacked
+
 _PATIENCE_S = 10.0  # and 4 times what units take: then one is asked for again
 
 
@@ -83,13 +85,13 @@ class Packed:
             self._groups[spec.dtype].append(i)
 
     def pack(self, tensors):
-        return [tf.concat([tf.reshape(tensors[i], [-1]) for i in group], 0) for group in self._groups.values()]
+        return [packed([tensors[i] for i in group]) for group in self._groups.values()]
 
     def unpack(self, vectors):
         found = [None] * len(self._specs)
         for vector, group in zip(vectors, self._groups.values(), strict=True):
-            for i, piece in zip(group, tf.split(vector, [self._specs[i].shape.num_elements() for i in group]), strict=True):
-                found[i] = tf.reshape(piece, self._specs[i].shape)
+            for i, tensor in zip(group, unpacked(vector, [self._specs[i].shape for i in group]), strict=True):
+                found[i] = tensor
         return found
 
 
@@ -100,10 +102,8 @@ def read(variables) -> list[tf.Tensor]:
         groups[variable.value.device, variable.dtype].append(i)
     found = [None] * len(variables)
     for (device, _), group in groups.items():
-        shapes = [variables[i].shape for i in group]
         with tf.device(device):
-            vector = tf.concat([tf.reshape(tf.convert_to_tensor(variables[i].value), [-1]) for i in group], 0)
-        pieces = tf.split(vector, [tf.TensorShape(shape).num_elements() for shape in shapes])
-        for i, piece, shape in zip(group, pieces, shapes, strict=True):
-            found[i] = tf.reshape(piece, shape)
+            vector = packed([tf.convert_to_tensor(variables[i].value) for i in group])
+        for i, tensor in zip(group, unpacked(vector, [variables[i].shape for i in group]), strict=True):
+            found[i] = tensor
     return found
