@@ -140,8 +140,9 @@ class Lifeline:
         peer["heard"], peer["text"] = time.monotonic(), peer["text"] + received
         *lines, peer["text"] = peer["text"].split(b"\n")
         for line in lines:
-            with contextlib.suppress(ValueError):
-                self._hear(peer, json.loads(line))
+            with contextlib.suppress(ValueError):  # a stranger's line
+                if isinstance(said := json.loads(line), dict):
+                    self._hear(peer, said)
 
     def _lost(self, peer):
         what = f"{peer['name']} ({peer['address']}) has ended without a word"

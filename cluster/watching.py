@@ -5,7 +5,6 @@ model.fit(dataset, callbacks=[recorder])
 """
 
 import collections
-import itertools
 import json
 import os
 
@@ -36,11 +35,11 @@ def watch(model, dataset, path="fingerprints.jsonl", every=1, keep=None):
     Returns:
       (dataset, callback): fit with both. The data set yields what the given one does.
     Raises:
-      ValueError: for what cannot be followed from outside: a model that is not compiled; data that is no tf.data.Dataset, or
-        of which several workers do not read every batch; a `cluster.Trainer`, which records itself. And when `fit` begins,
-        if several steps are made in one execution.
+      ValueError: for what cannot be followed from outside: a model that is not compiled; data that is no tf.data.Dataset of
+        numbers, or of which several workers do not read every batch; a `cluster.Trainer`, which records itself. And in `fit`,
+        if several steps are made in one execution, if the model is not built or was compiled anew, or for other data.
     """
-    _check(model, dataset)
+    _check(model, dataset, every)
     tap = _Tap()
     return tap.on(dataset), Watch(tap, path, every, keep, dataset.element_spec)
 
@@ -61,9 +60,15 @@ class Watch(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         if self.model.steps_per_execution > 1:
             raise ValueError(f"watch needs steps_per_execution=1; the model has {self.model.steps_per_execution}.")
-        if self._file:
-            return  # a second `fit` goes on in the same file
         model, strategy = self.model, self.model.distribute_strategy
+        if not model.built:
+            raise ValueError(f"watch needs a model that has its weights: call {model.name} on a batch before fit.")
+        if model.train_function != self._train:  # as a fit that has failed leaves it
+            self._function, model.train_function = model.train_function, self._train
+        if self._file:  # a second `fit` goes on in the same file
+            if [id(v) for v in _followed(model)] != self._ids:
+                raise ValueError(f"{model.name} was compiled or frozen anew: watch it again, with another file.")
+            return
         if not model.optimizer.built:  # Keras would do so in the first step
             model.optimizer.build(model.trainable_variables)
         self._variables = {
@@ -71,8 +76,13 @@ class Watch(keras.callbacks.Callback):
             "statistics": [v for v in model.non_trainable_variables if not is_seed(v)],
             "optimizer": model.optimizer.variables,
         }
+        self._ids = [id(v) for v in _followed(model)]
         self._seeds = [v for v in model.non_trainable_variables if is_seed(v)]
+        self._metrics = [m for m in _flat(model.metrics) if isinstance(m, keras.metrics.Mean)]
+        if "loss" not in [m.name for m in self._metrics]:
+            raise ValueError(f"watch needs the metric 'loss', which compile makes; {model.name} has {model.metrics_names}.")
         worker, workers = _place(strategy)
+        os.makedirs(os.path.dirname(os.path.abspath(self._path)), exist_ok=True)
         self._file = open(self._path + (f".worker-{worker}" if worker else ""), "w")  # noqa: SIM115
         self._step, self._first = 0, True
         replicas = strategy.num_replicas_in_sync
@@ -82,7 +92,6 @@ class Watch(keras.callbacks.Callback):
         header |= {kind: described(variables) for kind, variables in self._variables.items()}
         if self._keep and worker:
             self._keep += f".worker-{worker}"
-        self._metrics = [m for m in _flat(model.metrics) if isinstance(m, keras.metrics.Mean)]
         header["metrics"] = described([v for m in self._metrics for v in m.variables])
         self._begin = [header, {"step": 0, **_digests(self._values())}]
         if self._keep:
@@ -90,29 +99,35 @@ class Watch(keras.callbacks.Callback):
             os.makedirs(self._keep, exist_ok=True)
             model.save(os.path.join(self._keep, "model.keras"))
 
-    def on_train_batch_begin(self, batch, logs=None):
-        self._step += 1
-        self._due = self._first or self._step % self._every == 0
+    def _train(self, iterator):
+        """Keras's own step, in the place of `model.train_function` while it fits."""
+        self._due = self._first or (self._step + 1) % self._every == 0
         if not self._due:
-            return
+            return self._function(iterator)
         self._before = self._values()
         self._seeds_before = [v.numpy() for v in self._seeds]
         self._rate = float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
         # A mean's total is total + the step's sum. Starting from 0 leaves the step's sum itself, and adding it to the total
         # afterwards is the very addition that the metric would have made. Each replica has its own; reading them together
         # would round otherwise, and be a collective in a cluster.
-        self._copies = [[self._held(v) for v in m.variables] for m in self._metrics]
-        self._totals = tf.nest.map_structure(lambda copy: copy.numpy(), self._copies)
-        tf.nest.map_structure(lambda copy: copy.assign(tf.zeros_like(copy)), self._copies)
+        copies = [[self._held(v) for v in m.variables] for m in self._metrics]
+        totals = tf.nest.map_structure(lambda copy: copy.numpy(), copies)
+        tf.nest.map_structure(lambda copy: copy.assign(tf.zeros_like(copy)), copies)
+        try:
+            logs = self._function(iterator)
+        finally:  # the data may have ended instead
+            self._of_step = tf.nest.map_structure(lambda copy: copy.numpy(), copies)
+            tf.nest.map_structure(lambda copy, a, b: copy.assign(a + b), copies, totals, self._of_step)
+        alone = self.model.distribute_strategy.num_replicas_in_sync == 1
+        return self.model.get_metrics_result() if alone else logs  # for other callbacks: since the epoch's beginning
 
     def on_train_batch_end(self, batch, logs=None):
+        self._step += 1
         parts = self._tap.next()
         if not self._due:
             return
         self._first = False
-        of_step = tf.nest.map_structure(lambda copy: copy.numpy(), self._copies)
-        tf.nest.map_structure(lambda copy, a, b: copy.assign(a + b), self._copies, self._totals, of_step)
-        sums = [[sum(held[1:], held[0]) for held in of_metric] for of_metric in of_step]
+        sums = [[sum(held[1:], held[0]) for held in of_metric] for of_metric in self._of_step]
         metrics = {m.name: float(m.stateless_result(part)) for m, part in zip(self._metrics, sums, strict=True)}
         after = self._values()
         update = [a - b for a, b in zip(after["weights"], self._before["weights"], strict=True)]
@@ -131,7 +146,7 @@ class Watch(keras.callbacks.Callback):
                 "metrics": metrics,
                 "metric_sums": [np.ravel(part).tolist() for of_metric in sums for part in of_metric],
                 "learning_rate": self._rate,
-                "loss_scale": 1.0 if scale is None else float(scale),
+                "loss_scale": 1.0 if scale is None else float(keras.ops.convert_to_numpy(scale)),
                 "x": digest.hex_digits(digest.of_examples(x, count)),
                 "y": digest.hex_digits(digest.of_examples(labels, count)),
                 **_digests({"update": update, **after}),
@@ -146,8 +161,14 @@ class Watch(keras.callbacks.Callback):
         arrays = {f"{kind}_{i}": array for kind, parts in kinds.items() for i, array in enumerate(parts)}
         np.savez(os.path.join(self._keep, f"step-{self._step}.npz"), **arrays)
 
+    def on_test_begin(self, logs=None):
+        self._tap.evaluating = True
+
+    def on_test_end(self, logs=None):
+        self._tap.evaluating = False
+
     def on_train_end(self, logs=None):
-        self._file.flush()
+        self.model.train_function = self._function
 
     def _held(self, variable):
         """The variable of TensorFlow on each device of this process."""
@@ -174,48 +195,59 @@ class _Tap:
     """Remembers the batches of a data set in their order, until they have been asked for.
 
     Keras may read ahead, and starts the data set anew for an epoch, or to look at its first batch: the newest iterator is the
-    one that it trains from.
+    one that it trains from, of those that begin outside an evaluation. An iterator begins with batch number 0: nothing else is
+    noted when it is made, since `shuffle` draws its order then, whether somebody reads from it or not.
     """
 
     def __init__(self):
-        self._iterators, self._batches = itertools.count(), collections.defaultdict(collections.deque)
+        self.evaluating = False
+        self._iterators = []  # [how many batches were read, those not asked for yet]
 
     def on(self, dataset):
-        def remembered(iterator, *batch):
+        def remembered(number, *batch):
             batch = batch if len(batch) > 1 else batch[0]
-            remember = tf.numpy_function(self._remember, [iterator, *tf.nest.flatten(batch)], [])
+            remember = tf.numpy_function(self._remember, [number, *tf.nest.flatten(batch)], [])
             with tf.control_dependencies([remember]):
                 return tf.nest.map_structure(tf.identity, batch)
 
         self._spec = dataset.element_spec
-        started = tf.data.Dataset.from_tensors(0).map(lambda _: tf.numpy_function(self._start, [], tf.int64))
-        tapped = started.flat_map(lambda iterator: dataset.map(lambda *batch: remembered(iterator, *batch)))
-        return tapped.apply(tf.data.experimental.assert_cardinality(dataset.cardinality()))
+        numbered = dataset.enumerate()
+        return numbered.map(lambda number, batch: remembered(number, *(batch if isinstance(batch, tuple) else (batch,))))
 
     def next(self):
-        """The oldest batch of the newest iterator that has not been asked for, as NumPy arrays."""
-        newest = max(self._batches)
-        for iterator in [i for i in self._batches if i < newest]:
-            del self._batches[iterator]
-        return tf.nest.pack_sequence_as(self._spec, self._batches[newest].popleft())
+        """The oldest batch that has not been asked for, as NumPy arrays. Raises ValueError."""
+        if not self._iterators or not self._iterators[-1][1]:
+            raise ValueError(
+                "fit trains on other data than watch has returned: dataset, recorder = cluster.watch(model, dataset)."
+            )
+        del self._iterators[:-1]
+        return tf.nest.pack_sequence_as(self._spec, self._iterators[-1][1].popleft())
 
-    def _start(self):
-        return np.int64(next(self._iterators))
-
-    def _remember(self, iterator, *parts):
-        self._batches[int(iterator)].append([np.array(part) for part in parts])
+    def _remember(self, number, *parts):
+        if number == 0 and not self.evaluating:
+            self._iterators.append([0, collections.deque()])
+        for iterator in reversed(self._iterators):
+            if iterator[0] == number:
+                iterator[0] += 1
+                iterator[1].append([np.array(part) for part in parts])
+                return
 
 
 _READERS = ("TFRecordDataset", "TextLineDataset", "FixedLengthRecordDataset", "ArrayRecordDataset")
 
 
-def _check(model, dataset):
+def _check(model, dataset, every):
     if isinstance(model, trainer.Trainer):
         raise ValueError("watch is for models that Keras trains; a cluster.Trainer records itself: fit(..., fingerprints=...).")
     if not getattr(model, "compiled", False) or model.optimizer is None:
         raise ValueError(f"watch needs a model compiled with an optimizer; {model.name} is not.")
     if not isinstance(dataset, tf.data.Dataset):
         raise ValueError(f"watch needs a tf.data.Dataset, which fit itself distributes; got {type(dataset).__name__}.")
+    specs = tf.nest.flatten(dataset.element_spec)
+    if not all(isinstance(spec, tf.TensorSpec) and spec.dtype != tf.string for spec in specs):
+        raise ValueError(f"watch needs batches of dense numbers; this data set has {dataset.element_spec}.")
+    if every < 1:
+        raise ValueError(f"every={every}: record every so many steps, 1 or more.")
     if _place(model.distribute_strategy)[1] > 1 and not _every_batch(dataset):
         raise ValueError(
             "watch needs workers that read every batch and train their parts of it. Set the data set's option "
@@ -240,6 +272,10 @@ def _every_batch(dataset):
     graph = tf.compat.v1.GraphDef.FromString(dataset._as_serialized_graph().numpy())
     nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
     return not any(node.op.startswith(_READERS) for node in nodes)
+
+
+def _followed(model):
+    return [*model.trainable_variables, *model.non_trainable_variables, *model.optimizer.variables]
 
 
 def _digests(values):

@@ -87,6 +87,73 @@ def test_under_a_strategy_of_two_replicas_watch_changes_nothing_and_tells_what_e
     assert len(set(steps[-1]["workers"]["weights"])) == 1
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("kind", ["shuffled", "of unknown length", "validated"])
+def test_whatever_the_data_a_watched_fit_is_the_same_and_other_callbacks_see_the_same(
+    tensorflow, devices, tmp_path, kind, replicas
+):
+    import keras
+
+    from cluster import fingerprint
+
+    tf, rng = tensorflow, np.random.default_rng(0)
+    x, y = rng.normal(size=(24, 6)).astype("float32"), rng.integers(0, 3, 24)
+
+    def fitted(path=None):
+        keras.utils.set_random_seed(3)
+        with devices(replicas).scope() if replicas > 1 else contextlib.nullcontext():
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.SGD(0.1, 0.9), loss, metrics=["accuracy"], jit_compile=False)
+        data = tf.data.Dataset.from_tensor_slices((x, y))
+        if kind == "shuffled":  # it draws its order whenever an iterator is made, read or not
+            data = data.shuffle(24, seed=5)
+        if kind == "of unknown length":  # Keras begins a step before it meets the end
+            data = data.filter(lambda x, y: True)
+        data, callbacks, seen = data.batch(8), [], []
+        if path:
+            data, recorder = cluster.watch(model, data, path)
+            callbacks = [recorder]
+        if replicas == 1:  # Keras gives others the mean since the epoch's beginning
+            callbacks.append(
+                keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs=None: seen.append(dict(logs)))
+            )
+        more = {"validation_data": data} if kind == "validated" else {}
+        history = model.fit(data, epochs=3, callbacks=callbacks, verbose=0, **more).history
+        return history, seen, [v.numpy() for v in model.variables]
+
+    path = str(tmp_path / "new" / "f.jsonl")
+    for one, other in zip(tf.nest.flatten(fitted()), tf.nest.flatten(fitted(path)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    _, _, *steps = fingerprint.read(path)
+    assert [line["step"] for line in steps] == list(range(1, 10))
+    for first in (0, 3, 6):  # every example once an epoch
+        assert len({h for line in steps[first : first + 3] for h in line["x"]}) == 24
+
+
+def test_what_a_fit_brings_that_watch_cannot_follow_is_told_in_one_line(tensorflow, tmp_path):
+    import keras
+    import tensorflow as tf
+
+    data = tf.data.Dataset.from_tensors((tf.zeros([4, 2]), tf.zeros([4, 1])))
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    watched, recorder = cluster.watch(model, data, str(tmp_path / "f.jsonl"))
+    with pytest.raises(ValueError, match="has its weights: call sequential.* on a batch"):
+        model.fit(watched, callbacks=[recorder], verbose=0)
+    model(tf.zeros([4, 2]))
+    with pytest.raises(ValueError, match="other data than watch has returned"):
+        model.fit(data, callbacks=[recorder], verbose=0)
+    model.fit(watched, callbacks=[recorder], verbose=0)
+    model.compile("adam", "mse")
+    with pytest.raises(ValueError, match="compiled or frozen anew"):
+        model.fit(watched, callbacks=[recorder], verbose=0)
+    with pytest.raises(ValueError, match="every=0"):
+        cluster.watch(model, data, every=0)
+    with pytest.raises(ValueError, match="dense numbers"):
+        cluster.watch(model, tf.data.Dataset.from_tensors((tf.constant(["a"]), tf.zeros([1]))))
+
+
 def test_what_watch_cannot_follow_is_refused_in_one_line(tensorflow, devices, monkeypatch):
     import broken
     import keras
