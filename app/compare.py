@@ -46,12 +46,14 @@ class Cause:
       evidence: what was done, and the numbers that show it.
       distance: of the replayed step from the recorded one, the largest over its tensors, relative; 0 for what needs no replay.
       run: the one that is odd, 'B' as a rule; 'A' if run B's step is the proper one.
+      recorded: whether the records tell it as well.
     """
 
     number: int
     evidence: str
     distance: float = 0.0
     run: str = "B"
+    recorded: bool = False
 
     def __str__(self):
         shown = f" (replayed: within {self.distance:.1e} of run {self.run})" if self.distance else ""
@@ -154,7 +156,10 @@ def read(path: str) -> Run:
     config = None
     if os.path.basename(file) == "fingerprints.jsonl" and os.path.exists(configured):
         with open(configured) as opened:
-            config = json.load(opened)
+            try:
+                config = dict(json.load(opened))
+            except (ValueError, TypeError):
+                raise ValueError(f"{configured} is damaged") from None
     return Run(path, by_worker.read(file), config, file)
 
 
@@ -281,12 +286,12 @@ def replayed(replay, run_a, run_b, step, a, b, notes):
             break  # many, and the least likely
         distance = _distance(replay, _with(suspect.change, replay.proper), lines[1], fits, rate)
         if distance <= fits and distance < nothing / 10:
-            found.append(Cause(suspect.cause, suspect.text, max(distance, 1e-300), odd))
+            found.append(Cause(suspect.cause, suspect.text, max(distance, 1e-300), odd, suspect.recorded))
     if nothing <= rounding:
         evidence = f"run B's step is the proper one within {nothing:.1e}; {_setting(run_a, run_b)}"
         found.append(Cause(13, evidence, max(nothing, 1e-300)))
     notes.append(f"the step made properly has run {sound}'s numbers (within {proper:.1e}); run {odd}'s are {nothing:.1e} away")
-    yield from sorted(found, key=lambda cause: cause.distance)
+    yield from sorted(found, key=lambda cause: (not cause.recorded, cause.distance))
 
 
 def _with(change, proper):

@@ -28,11 +28,12 @@ CAUSES = {
 
 @dataclasses.dataclass(frozen=True)
 class Suspect:
-    """A fault: the number of its cause in CAUSES, what was done, and the change that does it."""
+    """A fault: the number of its cause in CAUSES, what was done, the change that does it, and whether the records tell it."""
 
     cause: int
     text: str
     change: Change
+    recorded: bool = False
 
 
 def table(replay, reference: dict, other: dict, line_a: dict, line_b: dict):
@@ -83,7 +84,9 @@ def _updates(workers, optimizer, line_a, line_b):
     told = {rate_b / rate_a} if rate_a and rate_b != rate_a else set()
     for factor in sorted(told | set(map(float, workers)) | {1 / w for w in workers}):
         recorded = f", as recorded: {rate_b:.6g} for {rate_a:.6g}" if factor in told else ""
-        yield Suspect(9, f"the learning rate is {factor:.6g} times as large{recorded}", Change(learning_rate=factor))
+        yield Suspect(
+            9, f"the learning rate is {factor:.6g} times as large{recorded}", Change(learning_rate=factor), factor in told
+        )
     for w in workers:
         yield Suspect(8, f"the optimizer is applied {w} times a step with the same gradient", Change(updates=w))
         each = f"the optimizer is applied {w} times a step with 1/{w} of the gradient"

@@ -76,7 +76,7 @@ def _train(config, strategy, callbacks, me, own):
         terminal.say(begun[0])
         record["init_from_sha256"] = begun[1]
     if resume:
-        terminal.say(f"resuming at step {resume.step:,} of {total_steps:,}, from the checkpoint in {config.run_dir}")
+        terminal.say(f"resuming after step {resume.step:,} of {total_steps:,}, from the checkpoint in {config.run_dir}")
     seam.cut(config, resume, chief, me.number if me else 0, me.trainers if me else 1)
     if chief:
         run_dir.write_config(config.run_dir, record, first_step)

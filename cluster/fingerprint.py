@@ -190,6 +190,9 @@ def read(path: str) -> list[dict]:
                 raise ValueError(f"{path}: line {number + 1} is damaged") from None
     if not found or not isinstance(found[0], dict) or found[0].get("format") != FORMAT:
         raise ValueError(f"{path} is no file of fingerprints of format {FORMAT}")
+    for number, line in enumerate(found[1:], 2):
+        if not isinstance(line, dict) or not {"step", "evaluation_after"} & set(line):
+            raise ValueError(f"{path}: line {number} is damaged")
     return found
 
 

@@ -194,6 +194,24 @@ def test_other_learning_rate_and_weight_decay(found):
     expect(found(decay=0.02), 1, "update", 9, "the weight decay is 2 times as large")
 
 
+def test_a_rate_that_the_records_tell_comes_before_what_would_fit_as_well(sound, devices):
+    """Without decay and clipping SGD makes the same of twice the rate and of twice the gradient, which `watch` does not see."""
+    import broken
+
+    from app.compare import compare
+
+    kind = {"decay": 0.0, "clip": None}
+    a, replay = sound(kind)
+    b = broken.run(devices(1), "B", **kind, rate=0.2)
+    runs = [
+        dataclasses.replace(run, lines=[{k: v for k, v in line.items() if k != "gradient"} for line in run.lines])
+        for run in (a, b)
+    ]
+    finding = compare(*runs, replay)
+    expect(finding, 1, "update", 9, "the learning rate is 2 times as large, as recorded: 0.2 for 0.1")
+    assert any("summed over 2 workers" in cause.evidence for cause in finding.causes), str(finding)
+
+
 def test_other_initial_weights_and_other_networks(found):
     expect(found(weights_seed=2), 0, "initial weights", 11, "start from other numbers")
     expect(found(normalised=False), 0, "configuration", 11, "statistics is")

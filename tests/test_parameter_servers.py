@@ -182,7 +182,7 @@ def test_a_run_that_is_stopped_and_loses_its_ps_and_its_coordinator_goes_on_in_e
         os.kill(start.pid(job), signal.SIGKILL)
         assert start.end(ENDED_S) == 137, start.output()
         assert re.search(line, start.output()), start.output()
-        assert "resuming at step" in start.output()
+        assert "resuming after step" in start.output()
         assert len(processes_left()) == 1  # the evaluator
 
     assert evaluator.poll() is None

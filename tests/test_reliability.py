@@ -173,7 +173,7 @@ def test_a_worker_restarted_alone_ends_in_time_and_only_the_chief_needs_the_run_
     again = [worker(addresses, 0, chiefs), worker(addresses, 1, others)]
     outputs = [process.communicate(timeout=200)[0] for process in again]
     assert [process.returncode for process in again] == [0, 0], outputs
-    assert "resuming at step" in outputs[0]
+    assert "resuming after step" in outputs[0]
     assert sha256(outputs[0]) == undisturbed(tmp_path / "whole", "--steps=30")
     assert not (others / "checkpoints").exists()
     assert numbers(chiefs) == numbers(tmp_path / "whole")
