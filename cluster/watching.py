@@ -5,6 +5,7 @@ model.fit(dataset, callbacks=[recorder])
 """
 
 import collections
+import functools
 import json
 import os
 
@@ -65,6 +66,8 @@ class Watch(keras.callbacks.Callback):
             raise ValueError(f"watch needs a model that has its weights: call {model.name} on a batch before fit.")
         if model.train_function != self._train:  # as a fit that has failed leaves it
             self._function, model.train_function = model.train_function, self._train
+            for method in ("evaluate", "predict"):
+                setattr(model, method, self._apart(getattr(model, method)))
         if self._file:  # a second `fit` goes on in the same file
             if [id(v) for v in _followed(model)] != self._ids:
                 raise ValueError(f"{model.name} was compiled or frozen anew: watch it again, with another file.")
@@ -161,14 +164,22 @@ class Watch(keras.callbacks.Callback):
         arrays = {f"{kind}_{i}": array for kind, parts in kinds.items() for i, array in enumerate(parts)}
         np.savez(os.path.join(self._keep, f"step-{self._step}.npz"), **arrays)
 
-    def on_test_begin(self, logs=None):
-        self._tap.evaluating = True
+    def _apart(self, method):
+        """`evaluate` or `predict`, whose batches are not training's: fit's own, and those of other callbacks."""
 
-    def on_test_end(self, logs=None):
-        self._tap.evaluating = False
+        @functools.wraps(method)
+        def called(*args, **kwargs):
+            self._tap.training = False
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._tap.training = True
+
+        return called
 
     def on_train_end(self, logs=None):
         self.model.train_function = self._function
+        del self.model.evaluate, self.model.predict
 
     def _held(self, variable):
         """The variable of TensorFlow on each device of this process."""
@@ -192,16 +203,18 @@ class Watch(keras.callbacks.Callback):
 
 
 class _Tap:
-    """Remembers the batches of a data set in their order, until they have been asked for.
+    """Remembers the batches that training reads of a data set, in their order, until they have been asked for.
 
-    Keras may read ahead, and starts the data set anew for an epoch, or to look at its first batch: the newest iterator is the
-    one that it trains from, of those that begin outside an evaluation. An iterator begins with batch number 0: nothing else is
-    noted when it is made, since `shuffle` draws its order then, whether somebody reads from it or not.
+    Keras may read ahead, starts the data set anew for an epoch or to look at its first batch, and evaluates from iterators that
+    it keeps: the one that training reads is the newest of those whose first batch was not read by `evaluate` or `predict`.
+    Iterators are numbered as they read that batch, and not when they are made, since `shuffle` draws its order then, whether
+    somebody reads from it or not.
     """
 
     def __init__(self):
-        self.evaluating = False
-        self._iterators = []  # [how many batches were read, those not asked for yet]
+        self.training = True  # not evaluating
+        self._begun = 0
+        self._newest = 0, collections.deque()  # its number, and its batches that were not asked for yet
 
     def on(self, dataset):
         def remembered(number, *batch):
@@ -211,26 +224,31 @@ class _Tap:
                 return tf.nest.map_structure(tf.identity, batch)
 
         self._spec = dataset.element_spec
-        numbered = dataset.enumerate()
+        begin = lambda _: tf.ensure_shape(tf.numpy_function(self._begin, [], tf.int64), [])  # noqa: E731
+        numbers = tf.data.Dataset.from_tensors(0).map(begin).flat_map(lambda n: tf.data.Dataset.from_tensors(n).repeat())
+        numbers = numbers.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
+        numbered = tf.data.Dataset.zip(numbers, dataset)  # its cardinality is the data set's
         return numbered.map(lambda number, batch: remembered(number, *(batch if isinstance(batch, tuple) else (batch,))))
 
     def next(self):
         """The oldest batch that has not been asked for, as NumPy arrays. Raises ValueError."""
-        if not self._iterators or not self._iterators[-1][1]:
+        _, batches = self._newest
+        if not batches:
             raise ValueError(
                 "fit trains on other data than watch has returned: dataset, recorder = cluster.watch(model, dataset)."
             )
-        del self._iterators[:-1]
-        return tf.nest.pack_sequence_as(self._spec, self._iterators[-1][1].popleft())
+        return tf.nest.pack_sequence_as(self._spec, batches.popleft())
+
+    def _begin(self):
+        self._begun += 1
+        if self.training:
+            self._newest = self._begun, collections.deque()
+        return np.int64(self._begun)
 
     def _remember(self, number, *parts):
-        if number == 0 and not self.evaluating:
-            self._iterators.append([0, collections.deque()])
-        for iterator in reversed(self._iterators):
-            if iterator[0] == number:
-                iterator[0] += 1
-                iterator[1].append([np.array(part) for part in parts])
-                return
+        newest, batches = self._newest
+        if number == newest:
+            batches.append([np.array(part) for part in parts])
 
 
 _READERS = ("TFRecordDataset", "TextLineDataset", "FixedLengthRecordDataset", "ArrayRecordDataset")
