@@ -124,6 +124,7 @@ def main() -> int:
     parser.add_argument("--output", default="", help="file for all that was measured (default runs/benchmarks/target-N.json)")
     default = str(ROOT / "benchmarks/peers/.venv/bin/python")
     parser.add_argument("--torch_python", default=default, help="Python with peers/requirements.txt (default %(default)s)")
+    parser.add_argument("--one_pass", action="store_true", help="K = N: a worker of TensorFlow takes its batch in one pass")
     parser.add_argument("--flags", type=shlex.split, default=[], help="for every side, as --flags='--batch=256 --steps=50'")
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
@@ -157,6 +158,8 @@ def interleave(target, options) -> dict[str, list[dict]]:
             else:
                 command = [options.torch_python, str(ROOT / "benchmarks" / arguments[0]), *arguments[1:]]
             more = options.flags if target.ratios else [*options.flags, f"--rounds={options.rounds}"]
+            if options.one_pass and arguments[1] in (_LOCKSTEP, _BARE):
+                more = [*more, f"--logical_replicas={_workers(arguments)}"]
             found = run(name, [*command, *more], options.deadline_s)
             turns[name].append(found)
             if "step_time_s" in found:
@@ -165,6 +168,12 @@ def interleave(target, options) -> dict[str, list[dict]]:
                 processor = f"{1e3 * found['cpu_s_per_step']:,.0f} ms of processor time in the first process"
                 print(f"round {turn + 1}  {name:20} {speed}, {processor}", flush=True)
     return turns
+
+
+def _workers(arguments) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--workers", type=int, default=1)
+    return parser.parse_known_args(arguments)[0].workers
 
 
 def run(name: str, command: list[str], deadline_s: float) -> dict:
