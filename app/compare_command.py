@@ -6,7 +6,7 @@ import pathlib
 
 from app import repeat
 from app.config import UsageError
-from cluster import quiet
+from cluster import preflight, quiet
 
 
 def run(arguments: list[str]) -> int:
@@ -16,7 +16,7 @@ def run(arguments: list[str]) -> int:
       UsageError: in one line, if one of them is no recorded run.
     """
     given, names = [a for a in arguments if a.startswith("-")], [a for a in arguments if not a.startswith("-")]
-    if len(names) != 2 or any(not flag.startswith("--spread=") for flag in given):
+    if len(names) != 2 or any(not flag.startswith("--spread=") or flag == "--spread=" for flag in given):
         got = " ".join(arguments) or "none"
         raise UsageError(f"compare takes two runs, as compare runs/A runs/B, and --spread=DIR of a repeat; got {got}")
     try:
@@ -27,6 +27,7 @@ def run(arguments: list[str]) -> int:
         if "://" not in name and not os.path.exists(name):
             raise UsageError(f"{name} does not exist: compare takes two run directories, or files of fingerprints")
     os.environ.pop("TF_CONFIG", None)  # a replay is this process's alone
+    _compute_as(names[0])
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     with quiet.hushed():
         import tensorflow as tf
@@ -37,7 +38,9 @@ def run(arguments: list[str]) -> int:
     try:
         run_a, run_b = (compare.read(path) for path in names)
     except (OSError, ValueError, tf.errors.OpError) as error:
-        raise UsageError(f"{' '.join(str(error).split())}. Train with --fingerprint_every=1 to record a run") from None
+        missing = isinstance(error, FileNotFoundError | tf.errors.NotFoundError)
+        advice = ". Train with --fingerprint_every=1 to record a run" if missing else ""
+        raise UsageError(" ".join(str(error).split()) + advice) from None
     wrong = None
     with quiet.hushed():
         try:
@@ -52,11 +55,28 @@ def run(arguments: list[str]) -> int:
             f"nothing to compare: no step is recorded in both runs ({recorded}); use --fingerprint_every=1 for both"
         )
     for name, recorded in (("A", run_a), ("B", run_b)):
-        print(f"run {name}: {recorded.name}, {len(recorded.steps)} recorded steps")
+        print(f"run {name}: {recorded.name}, {compare.recorded_steps(len(recorded.steps))}")
     print(finding)
     for line in (*_ends(names), *_in_spreads(names, spreads)):
         print(line)
     return 0 if finding.stage is None else 1
+
+
+def _compute_as(name):
+    """Takes the settings that kernels are chosen by from a run's record; TensorFlow reads them when it is imported."""
+    file = os.path.join(name, "config.json") if os.path.isdir(name) else name
+    if os.path.isdir(name) and not os.path.exists(file):
+        file = os.path.join(name, "fingerprints.jsonl")
+    try:
+        text = pathlib.Path(file).read_text()
+        machine = json.loads(text if file.endswith("config.json") else text.partition("\n")[0])["machine"]
+        settings = {variable: machine[variable] for variable in preflight.VARIABLES}
+    except (OSError, ValueError, LookupError, TypeError):
+        return  # a run from before it was recorded, or no run, which will be told
+    for variable, value in settings.items():
+        os.environ.pop(variable, None)
+        if value:
+            os.environ[variable] = value
 
 
 def _ends(names):

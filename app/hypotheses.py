@@ -27,6 +27,29 @@ CAUSES = {
 
 
 @dataclasses.dataclass(frozen=True)
+class Cause:
+    """A cause that reproduces the other run.
+
+    Attributes:
+      number: in CAUSES.
+      evidence: what was done, and the numbers that show it.
+      distance: of the replayed step from the recorded one, the largest over its tensors, relative; 0 for what needs no replay.
+      run: the one that is odd, 'B' as a rule; 'A' if run B's step is the proper one.
+      recorded: whether the records tell it as well.
+    """
+
+    number: int
+    evidence: str
+    distance: float = 0.0
+    run: str = "B"
+    recorded: bool = False
+
+    def __str__(self):
+        shown = f" (replayed: within {self.distance:.1e} of run {self.run})" if self.distance else ""
+        return f"{CAUSES[self.number]}: {'in run A, ' if self.run == 'A' else ''}{self.evidence}{shown}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Suspect:
     """A fault: the number of its cause in CAUSES, what was done, the change that does it, and whether the records tell it."""
 

@@ -146,7 +146,7 @@ def write_config(directory: str, record: dict, first_step: int):
     before = there.get("starts", [])
     if "init_from_sha256" in there:
         record = {"init_from_sha256": there["init_from_sha256"], **record}
-    names = ("replicas", "cluster", "devices", "source_revision", "versions")
+    names = ("replicas", "cluster", "devices", "machine", "source_revision", "versions")
     start = {"after_step": first_step, **{name: record[name] for name in names}}
     write(os.path.join(directory, "config.json"), json.dumps({**record, "starts": [*before, start]}, indent=2) + "\n")
 

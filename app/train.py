@@ -19,7 +19,7 @@ from app.callbacks import EvaluateAt, Profile, Skipped, Staleness
 from app.plan import plan, summary
 from app.randomness import Keyed
 from app.terminal import Progress, Terminal, logged
-from cluster import checkpoint, fingerprint, global_batch_norm, lifeline, parameter_servers, spec, wishes
+from cluster import checkpoint, fingerprint, global_batch_norm, lifeline, parameter_servers, preflight, spec, wishes
 from cluster.agreement import bytes_from_chief, from_chief
 
 FINGERPRINTS = "fingerprints.jsonl"
@@ -192,11 +192,12 @@ def configuration(config, manifest, replicas, me) -> dict:
 
 
 def surroundings(replicas, me) -> dict:
-    """What a program ran with: cluster, devices, versions."""
+    """What a program ran with: cluster, devices, processor, versions."""
     return {
         "replicas": replicas,
         "cluster": me.addresses if me else (),
         "devices": [device.name for device in tf.config.list_logical_devices()],
+        "machine": preflight.machine(),
         "source_revision": run_dir.source_revision(),
         "versions": {
             "lockstep": app.__version__,

@@ -31,7 +31,7 @@ _ADVICE = {
 _OF_BITS = {"machine"}  # groups that change the last bits alone, and so prevent nothing where bits are not promised
 # What oneDNN and Eigen choose their kernels by.
 _FEATURES = re.compile(r"sse4_[12]|avx\w*|fma|f16c|amx_\w+|asimd\w*|sve\w*|sme\d?|bf16|i8mm")
-_VARIABLES = (
+VARIABLES = (
     "TF_ENABLE_ONEDNN_OPTS",
     "ONEDNN_MAX_CPU_ISA",
     "DNNL_MAX_CPU_ISA",
@@ -150,7 +150,7 @@ def machine(cpuinfo: str = "/proc/cpuinfo", environ=None) -> dict:
         features = sorted(word for word in words if _FEATURES.fullmatch(word))
     except (OSError, TypeError):
         features = None
-    switches = {name: environ.get(name, "") for name in _VARIABLES}
+    switches = {name: environ.get(name, "") for name in VARIABLES}
     return {"architecture": platform.machine(), "CPU features": features, **switches}
 
 

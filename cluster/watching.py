@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from cluster import digest, trainer
+from cluster import digest, preflight, trainer
 from cluster.fingerprint import FORMAT, described
 from cluster.replica_pass import is_seed
 
@@ -90,7 +90,7 @@ class Watch(keras.callbacks.Callback):
         self._step, self._first = 0, True
         replicas = strategy.num_replicas_in_sync
         header = {"format": FORMAT, "made_by": "cluster.watch", "every": self._every, "global_batch_size": self._batch_size}
-        header |= {"logical_replicas": replicas, "replicas": replicas}
+        header |= {"logical_replicas": replicas, "replicas": replicas, "machine": preflight.machine()}
         header |= {"worker": worker, "workers": workers} if workers > 1 else {}
         header |= {kind: described(variables) for kind, variables in self._variables.items()}
         if self._keep and worker:

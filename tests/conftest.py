@@ -16,6 +16,8 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+import app  # noqa: E402, F401 - says with which kernels TensorFlow computes, before it is imported
+
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 # Under nohup or in the background of a script they are ignored, and children would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

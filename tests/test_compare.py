@@ -308,3 +308,21 @@ def test_asynchronous_runs_part_because_gradients_are_applied_in_the_order_of_th
     finding = compare(*asynchronous, replay)
     assert (finding.step, finding.causes[0].number) == (1, 14)
     assert "run A and run B applied gradients in the order in which they came" in str(finding)
+
+
+def test_what_would_remove_rounding_is_told_from_what_the_runs_ran_with():
+    from app.compare import Run
+    from app.trials import remedy
+
+    machine = {"architecture": "x86_64", "CPU features": ["avx2", "fma"], "TF_ENABLE_ONEDNN_OPTS": "1"}
+    config = {"intra_op_threads": 1, "versions": {"tensorflow": "2.21.0"}, "machine": machine}
+
+    def told(**other):
+        return remedy(Run("a", [{}], config), Run("b", [{}], {**config, **other}))
+
+    assert told(intra_op_threads=2) == "--intra_op_threads is 1 and 2; give both the same"
+    of_one_kind = "use versions, processors and settings of one kind"
+    assert told(versions={"tensorflow": "2.22.0"}) == f"tensorflow 2.21.0 and 2.22.0: {of_one_kind}"
+    other = {**machine, "CPU features": ["avx2", "avx512f", "fma"], "TF_ENABLE_ONEDNN_OPTS": ""}
+    assert told(machine=other) == f"CPU features no more and avx512f; TF_ENABLE_ONEDNN_OPTS 1 and unset: {of_one_kind}"
+    assert told().startswith("the same processor, TensorFlow and --intra_op_threads")

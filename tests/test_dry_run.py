@@ -87,7 +87,7 @@ def test_trained_parameters_are_those_of_the_table_of_networks(dry_run, tmp_path
     flags = [f"--dataset=synthetic:{shape}:10:128", f"--model={model}", "--shards=4", f"--prepared_dir={prepared}"]
     lines = dry_run(*flags, "--steps=7", "--schedule=step", "--schedule_unit=steps", "--boundaries=3,5")
     assert any(line.endswith(f"parameters, {network.parameters:,} of them trained") for line in lines)
-    assert "7 epochs of 1 steps" in "\n".join(lines)
+    assert "7 steps, an epoch being 1 step " in "\n".join(lines)
     assert not any(line.startswith("warning") for line in lines)
     batch = "--global_batch_size=256"
     assert (
