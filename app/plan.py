@@ -32,7 +32,8 @@ def plan(config, data, replicas, steps_per_epoch, epochs, serving=0):
     if config.batch_norm == "global":
         yield f"batch normalisation over the whole batch of {config.global_batch_size}: one pass of each worker's examples"
     threads = f"{config.intra_op_threads} intra-op {'thread' if config.intra_op_threads == 1 else 'threads'}"
-    an_epoch = f"{steps_per_epoch} step{'s' * (steps_per_epoch != 1)} (round({train.examples:,} / {of_update(config).global_batch_size}))"
+    step_or_steps = "step" if steps_per_epoch == 1 else "steps"
+    an_epoch = f"{steps_per_epoch} {step_or_steps} (round({train.examples:,} / {of_update(config).global_batch_size}))"
     length = f"{config.steps:,} steps, an epoch being" if config.steps else f"{epochs} epoch{'s' * (epochs > 1)} of"
     yield f"{length} {an_epoch}; {threads} a worker (part of the run: the bits follow it)"
     if config.global_batch_size > train.examples:

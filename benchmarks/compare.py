@@ -178,7 +178,8 @@ def _workers(arguments) -> int:
 
 def run(name: str, command: list[str], deadline_s: float) -> dict:
     """Runs a program to its end; returns its line of JSON. Leaves no process in any case. Raises Failed."""
-    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "PYTHONPATH": str(ROOT)}
+    defaults = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "1"}  # the second as the program has it
+    environment = {**defaults, **os.environ, "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryFile() as log:
         try:
             process = subprocess.Popen(
