@@ -70,7 +70,7 @@ def _compute_as(name):
     try:
         text = pathlib.Path(file).read_text()
         machine = json.loads(text if file.endswith("config.json") else text.partition("\n")[0])["machine"]
-        settings = {variable: machine[variable] for variable in preflight.VARIABLES}
+        settings = {variable: str(machine[variable]) for variable in preflight.VARIABLES}
     except (OSError, ValueError, LookupError, TypeError):
         return  # a run from before it was recorded, or no run, which will be told
     for variable, value in settings.items():

@@ -107,7 +107,8 @@ def ran_with(run_a, run_b) -> list[str]:
     """What differs in the versions, the processors and the settings that kernels are chosen by, as far as both are recorded."""
     found = []
     for kind in ("versions", "machine"):
-        a, b = ((run.config or {}).get(kind) or run.lines[0].get(kind) or {} for run in (run_a, run_b))
+        recorded = ((run.config or {}).get(kind) or run.lines[0].get(kind) for run in (run_a, run_b))
+        a, b = (of if isinstance(of, dict) else {} for of in recorded)
         found += [f"{name} {_unlike(a[name], b[name])}" for name in a if name in b and a[name] != b[name]]
     return found
 

@@ -179,7 +179,8 @@ class Watch(keras.callbacks.Callback):
 
     def on_train_end(self, logs=None):
         self.model.train_function = self._function
-        del self.model.evaluate, self.model.predict
+        for method in ("evaluate", "predict"):
+            vars(self.model).pop(method, None)
 
     def _held(self, variable):
         """The variable of TensorFlow on each device of this process."""
